@@ -118,9 +118,9 @@ def judge(
     options: argparse.Namespace, placement: str, size: str, samples: dict[str, list[float]]
 ) -> list[Row]:
     """Each of ours against Gloo, and what it uses of the link."""
-    from paceline.lab.description import rate
+    from paceline.lab.description import parse_rate
 
-    rows, bits = [], rate(options.bandwidth)
+    rows, bits = [], parse_rate(options.bandwidth)
     barred = options.bandwidth in BARRED and size == "100M"
     for name in VARIANTS[1:]:
         what = f"{size}, {placement}, {name}"

@@ -62,7 +62,7 @@ def train(options: argparse.Namespace) -> None:
             model, optimizer, DataLoader(Endless(), batch_size=batch)
         )
         assert run._recovery is not None
-        buddies = run._recovery._heart.buddies  # type: ignore[attr-defined]
+        buddies = run._recovery._run.buddies  # type: ignore[attr-defined]
         for _ in run.epochs(1):
             for x, y in loader:
                 if run.steps >= SETTLED:  # the step from which on there are copies

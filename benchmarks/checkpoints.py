@@ -72,7 +72,7 @@ def train(options: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         loader = DataLoader(Endless(), batch_size=options.batch * options.workers)
         model, optimizer, loader = run.prepare(model, optimizer, loader)
-        tally, used = run._saving.tally(), processors()
+        tally, used = run._saving.copy_tally(), processors()
         began = time.perf_counter()
         for x, y in loader:
             way, number = blocks[run.steps // options.every], run.steps % options.every
@@ -82,11 +82,11 @@ def train(options: argparse.Namespace) -> None:
             if number == 0 and way != NONE:
                 run.save(background=way == "background", keep=1)
             if number == options.every - 1:
-                run._saving.wait()
+                run._saving.wait_for_write()
                 seconds, before, tally, earlier, used = (
                     time.perf_counter() - began,
                     tally,
-                    run._saving.tally(),
+                    run._saving.copy_tally(),
                     used,
                     processors(),
                 )

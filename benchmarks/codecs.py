@@ -64,11 +64,11 @@ def ours(text: str, x: Any) -> dict[str, Callable[[], object]]:
     """A coding there and back, once it is seen to be right."""
     import torch
 
-    from paceline.codec.coding import room
-    from paceline.notation import parse
+    from paceline.codec.coding import make_message
+    from paceline.notation import parse_notation
 
-    coding = parse(text)
-    _, message = room(coding, x.numel())
+    coding = parse_notation(text)
+    _, message = make_message(coding, x.numel())
     out = torch.empty_like(x)
     coding.encode(x, message)
     coding.decode(message, out)

@@ -48,8 +48,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     with pl.start("AllReduce(codec=int8())", mesh="data=2, shard=2", name="hybrid") as run:
-        hosts = [list(run.mesh.group(rank, ["shard"])) for rank in (0, 3)]
-        across = [list(run.mesh.group(rank, ["data"])) for rank in hosts[0]]
+        hosts = [list(run.mesh.ranks_along(rank, ["shard"])) for rank in (0, 3)]
+        across = [list(run.mesh.ranks_along(rank, ["data"])) for rank in hosts[0]]
         everyone = DeviceMesh.from_group(gloo([[0, 1, 2, 3]]), "cpu")
         grid = DeviceMesh.from_group(
             [gloo(across), gloo(hosts)],

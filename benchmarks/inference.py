@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import paceline as pl
-from paceline.apps import load
-from paceline.apps.generation import Sampling, generate
-from paceline.apps.gpt import GPT, GPTShape, cuts
+from paceline.apps import machine_load
+from paceline.apps.generation import Sampling, generate_tokens
+from paceline.apps.gpt import GPT, GPTShape, make_cuts
 from paceline.cluster.mesh import Mesh
 from paceline.comm.solo import SoloGroup
 
@@ -90,9 +90,9 @@ def quieten(patience: float) -> None:
     """Wait for half a second in which nobody works, for so many seconds at most."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
-        before = load.read()
+        before = machine_load.read_clocks()
         time.sleep(0.5)
-        if load.others(before, load.read()) < QUIET:
+        if machine_load.compute_other_load(before, machine_load.read_clocks()) < QUIET:
             return
 
 
@@ -115,19 +115,22 @@ def main() -> None:
         pl.start(mesh="tensor", folder=folder, trace="off", deadline=120 + options.patience) as run,
     ):
         whole, lone, rounds = made(options) if run.is_first else None, Alone(), list[Round]()
-        cut = run.prepare(made(options), cut=cuts(["tensor"]))
+        cut = run.prepare(made(options), cut=make_cuts(["tensor"]))
         for _ in range(options.rounds + 1):  # the first isn't counted
             if run.is_first:
                 quieten(options.patience)
             run.barrier()
-            one, before, mine = Round(), load.read(), time.process_time()
+            one, before, mine = Round(), machine_load.read_clocks(), time.process_time()
             if whole is not None:
                 one.write(
-                    "alone", lambda: generate(lone, whole, prompt, options.tokens, Sampling(0))
+                    "alone",
+                    lambda: generate_tokens(lone, whole, prompt, options.tokens, Sampling(0)),
                 )  # type: ignore[arg-type]
             run.barrier()
-            one.write("both", lambda: generate(run, cut, prompt, options.tokens, Sampling(0)))
-            after = load.read()
+            one.write(
+                "both", lambda: generate_tokens(run, cut, prompt, options.tokens, Sampling(0))
+            )
+            after = machine_load.read_clocks()
             ours = float(run.mean(time.process_time() - mine)) * run.size
             if before is not None and after is not None:
                 one.others = max(0.0, after.busy - before.busy - ours) / (after.now - before.now)

@@ -56,10 +56,12 @@ class Peer:
         )
         store = Store(self.dist.FileStore(f"{folder}/paceline", 2), path="paceline")
         self.pairs["shared memory"] = connect_pairs(
-            SharedGroup.from_store(store.sub("shared"), self.rank, 2, deadline=60.0)
+            SharedGroup.from_store(store.open_substore("shared"), self.rank, 2, deadline=60.0)
         )
         self.pairs["TCP"] = connect_pairs(
-            TorchGroup.from_store(store.sub("network"), self.rank, 2, hosts=[0, 1], deadline=60.0)
+            TorchGroup.from_store(
+                store.open_substore("network"), self.rank, 2, hosts=[0, 1], deadline=60.0
+            )
         )
 
     def prepare(self, nbytes: int) -> Message:

@@ -93,7 +93,7 @@ def difference(
         links = [
             one
             for topology in found
-            if (one := topology.link(each.source, each.target)) is not None
+            if (one := topology.find_link(each.source, each.target)) is not None
         ]
         right = rate_between(cluster, each.source, each.target)
         alone = statistics.median(one.bytes_per_second for one in links)
@@ -101,7 +101,7 @@ def difference(
         link = max(link, abs(alone / right - 1))
         losing = 0 < crowded < CROWDED * alone
         shared = shared and losing == shares_uplink(cluster, each.source, each.target)
-    columns = zip(*(topology.speeds() for topology in found), speeds(cluster), strict=True)
+    columns = zip(*(topology.relative_speeds() for topology in found), speeds(cluster), strict=True)
     speed = max(abs(statistics.median(measured) / right - 1) for *measured, right in columns)
     return Difference(link, speed, statistics.median(seconds), shared)
 
@@ -117,7 +117,7 @@ def measure(cluster: Description) -> tuple[Topology, float]:
             raise SystemExit(f"{cluster.name} could not be measured:\n{outcome.output}")
         seconds = re.search(r"measured in ([\d.]+) s", outcome.output)
         assert seconds is not None
-        return topology_file.read(out), float(seconds[1])
+        return topology_file.read_topology(out), float(seconds[1])
 
 
 def line(name: str, found: Difference) -> tuple[str, bool]:
@@ -141,7 +141,9 @@ def line(name: str, found: Difference) -> tuple[str, bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--clusters", default=",".join(description.names()), help="names of ready-made clusters"
+        "--clusters",
+        default=",".join(description.list_ready_clusters()),
+        help="names of ready-made clusters",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(

@@ -31,9 +31,9 @@ from paceline.comm.bucket_layout import BucketShape, cut_runs
 from paceline.comm.rpc import RpcClient, derive_rpc_keys
 from paceline.servers.process.partition import RowRange
 from paceline.servers.process.shard import ShardPlan
-from paceline.servers.protocol.message import Index, call, send
+from paceline.servers.protocol.message import Index, call_server, send_request
 from paceline.servers.protocol.parameters import CloseStep, PlanShard, PullUnit, PushGradient
-from paceline.servers.protocol.plans import write
+from paceline.servers.protocol.plans import pack_plan
 
 SECONDS = 60.0
 SECRET, JOB = b"0123456789abcdef", "benchmark"
@@ -99,7 +99,7 @@ class Served:
             [("SGD", [{"lr": 0.1}])],
         )
         self.units = [torch.zeros(rows * 1000) for _ in range(count)]
-        self._plan, self._step = torch.frombuffer(bytearray(write(plan)), dtype=torch.uint8), 0
+        self._plan, self._step = torch.frombuffer(bytearray(pack_plan(plan)), dtype=torch.uint8), 0
         self.most = 0
 
     @property
@@ -110,7 +110,7 @@ class Served:
     def caller(self, address: str, sender: int) -> RpcClient:
         """A worker that comes this way."""
         found = RpcClient(address, derive_rpc_keys(SECRET, JOB), sender=sender, who="the server")
-        call(found, PlanShard(self._plan), SECONDS)
+        call_server(found, PlanShard(self._plan), SECONDS)
         return found
 
     def turn(self, caller: RpcClient, sender: int) -> float:
@@ -121,15 +121,15 @@ class Served:
             PushGradient(Index(n), self._step, 0, b"\1", False, False, flat)
             for n, flat in enumerate(self.units)
         ]
-        for sent in [send(caller, push, SECONDS) for push in pushes]:
-            sent.wait(SECONDS)
-        call(caller, CloseStep(Index(0), self._step, 0, (sender,), 1.0, ()), SECONDS)
+        for sent in [send_request(caller, push, SECONDS) for push in pushes]:
+            sent.wait_for_reply(SECONDS)
+        call_server(caller, CloseStep(Index(0), self._step, 0, (sender,), 1.0, ()), SECONDS)
         reads = [
-            send(caller, PullUnit(Index(number), self._step, False), SECONDS)
+            send_request(caller, PullUnit(Index(number), self._step, False), SECONDS)
             for number in range(len(self.units))
         ]
         for asked, flat in zip(reads, self.units, strict=True):
-            flat.copy_(asked.wait(SECONDS).values[0])
+            flat.copy_(asked.wait_for_reply(SECONDS).values[0])
         took = time.perf_counter() - began
         self.most = max(self.most, self.resident)
         return took

@@ -25,10 +25,10 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import OneCycleLR
 
 from paceline.apps.gpt import next_token_loss
-from paceline.apps.pretrain import BATCH, task
-from paceline.servers.process.arrivals import OpenStep
+from paceline.apps.pretrain import BATCH, make_task
+from paceline.servers.process.late_gradients import OpenStep
+from paceline.servers.process.sample_spans import SampleSpan
 from paceline.servers.process.scheduler import SampleScheduler
-from paceline.servers.process.spans import SampleSpan
 
 RATE = 3e-3
 
@@ -55,7 +55,7 @@ class Simulation:
     """
 
     def __init__(self, workers: int, steps: int, bound: int, slow: float) -> None:
-        self.model, self._train, self._held_out = task(steps)
+        self.model, self._train, self._held_out = make_task(steps)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, weight_decay=0.01)
         self._rates, self._bound, self._slow, self._chance = (
             rates(steps),
@@ -64,7 +64,7 @@ class Simulation:
             random.Random(0),
         )
         self._keeper, self._share, self.now = SampleScheduler(), BATCH // workers, 0.0
-        self._keeper.begin(0, 0, [BATCH] * steps, range(workers))
+        self._keeper.begin_dealing(0, 0, [BATCH] * steps, range(workers))
         self._batches, self._dealt = enumerate(self._train), dict[int, Any]()
         self._modes = dict.fromkeys(range(workers), "take")
         self._ends = dict.fromkeys(range(workers), 0.0)
@@ -73,7 +73,7 @@ class Simulation:
         self._read = {worker: self._values() for worker in range(workers)}
         self._sent: dict[int, list[Tensor]] = {}  # by worker: its last gradient
         self._behind = set[int]()  # who has gone on before its gradient was in a step
-        self.steps, self.sizes = 0, Counter[int]()
+        self.steps_made, self.sizes = 0, Counter[int]()
 
     def _values(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
@@ -89,7 +89,7 @@ class Simulation:
             after = min(
                 [
                     *(self._ends[worker] for worker, mode in before.items() if mode == "turn"),
-                    self._keeper.due,
+                    self._keeper.next_check,
                 ]
             )
             assert after < math.inf or {*before.values()} == {"rest"}, (
@@ -101,10 +101,10 @@ class Simulation:
     def _goes_on(self, worker: int) -> str:
         """What a worker does next."""
         mode, scheduler = self._modes[worker], self._keeper
-        if mode == "take" and (found := scheduler.take(worker, self._share)) is not None:
+        if mode == "take" and (found := scheduler.deal_piece(worker, self._share)) is not None:
             if not isinstance(found, SampleSpan):
                 return "last" if worker in self._behind else "rest"
-            scheduler.starts(worker, self.now)
+            scheduler.begin_turn(worker, self.now)
             self._pieces[worker] = found
             slow = self._chance.random() < self._slow
             self._ends[worker] = self.now + (5.0 if slow else 1.0) * self._chance.uniform(
@@ -123,22 +123,22 @@ class Simulation:
         if mode == "gather" and (told := self._gathers(worker, self._bound > 0)) is not None:
             self._behind |= {worker} if isinstance(told, OpenStep) else set()
             self._read[worker] = self._values()
-            scheduler.tick(worker, self._number[worker])
+            scheduler.complete_turn(worker, self._number[worker])
             return "tick"
-        if mode == "tick" and scheduler.may(worker, self._bound):
-            scheduler.went(worker, self.now)
+        if mode == "tick" and scheduler.may_begin_turn(worker, self._bound):
+            scheduler.record_permission(worker, self.now)
             return "take"
         return mode
 
     def _gathers(self, worker: int, part: bool) -> Any:
         said = (self._number[worker], self._pieces[worker])
-        found = self._keeper.gather(
+        found = self._keeper.record_gradient(
             worker, 0, self._number[worker], said, bound=self._bound, now=self.now, part=part
         )
-        if found is not None and not isinstance(found, OpenStep) and found.number > self.steps:
-            self.steps = found.number
-            self.sizes[len(found.came)] += 1
-            self._step(found.came)
+        if found is not None and not isinstance(found, OpenStep) and found.number > self.steps_made:
+            self.steps_made = found.number
+            self.sizes[len(found.contributions)] += 1
+            self._step(found.contributions)
         return found
 
     def _gradient(self, worker: int) -> list[Tensor]:
@@ -215,7 +215,7 @@ def main() -> None:
             seconds = time.perf_counter() - began
             print(
                 f"bound {bound}, slow {slow:g}: loss {loss:.3f}; "
-                f"{made.steps} steps in {made.now:.0f} turns ({by}); {seconds:.0f} s"
+                f"{made.steps_made} steps in {made.now:.0f} turns ({by}); {seconds:.0f} s"
             )
 
 

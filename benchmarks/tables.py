@@ -38,13 +38,18 @@ class Paceline:
     def __init__(self, options: argparse.Namespace) -> None:
         import paceline as pl
         from paceline.apps import recommender
-        from paceline.apps.clicks import ClickLog, Clicks
+        from paceline.apps.clicks import ClickLog, ClickSamples
 
         log = ClickLog(options.tables, options.rows, options.bag)
         self._run: Any = pl.start(name="tables", compare=None)
-        self._model = recommender.build(log, options.dim, served=True, servers=options.servers)
-        self._optimizer = recommender.optimizer_of(options.optimizer, self._model)
-        loaders = Clicks(log, 0, FAR).loader(options.batch), Clicks(log, FAR, HELD_OUT).loader(2048)
+        self._model = recommender.build_model(
+            log, options.dim, served=True, servers=options.servers
+        )
+        self._optimizer = recommender.make_optimizer(options.optimizer, self._model)
+        loaders = (
+            ClickSamples(log, 0, FAR).make_loader(options.batch),
+            ClickSamples(log, FAR, HELD_OUT).make_loader(2048),
+        )
         self._model, self._optimizer, self._loader, self._held_out = self._run.prepare(
             self._model, self._optimizer, *loaders
         )
@@ -52,10 +57,10 @@ class Paceline:
 
     def steps(self) -> Iterator[None]:
         """One for each that is asked for."""
-        from paceline.apps.recommender import loss_of
+        from paceline.apps.recommender import compute_loss
 
         for numbers, ids, clicked in self._loader:
-            loss = loss_of(self._model(numbers, ids), clicked)
+            loss = compute_loss(self._model(numbers, ids), clicked)
             if self._prefetch:
                 self._model.prefetch(self._loader.peek())
             loss.backward()
@@ -66,9 +71,9 @@ class Paceline:
 
     def auc(self) -> float:
         """By the model as it is now."""
-        from paceline.apps.recommender import evaluate
+        from paceline.apps.recommender import evaluate_auc
 
-        return evaluate(self._run, self._model, self._held_out)
+        return evaluate_auc(self._run, self._model, self._held_out)
 
 
 class DDP:
@@ -86,20 +91,20 @@ class DDP:
         dist.init_process_group("gloo")
         self._rank, self._batch = dist.get_rank(), options.batch
         self._log = ClickLog(options.tables, options.rows, options.bag)
-        self._plain = recommender.build(self._log, options.dim, served=False, servers=None)
+        self._plain = recommender.build_model(self._log, options.dim, served=False, servers=None)
         self._model = DistributedDataParallel(self._plain, gradient_as_bucket_view=True)
-        self._optimizer = recommender.optimizer_of(options.optimizer, self._model)
+        self._optimizer = recommender.make_optimizer(options.optimizer, self._model)
 
     def steps(self) -> Iterator[None]:
         """See `Paceline`."""
         import torch
 
-        from paceline.apps.recommender import loss_of
+        from paceline.apps.recommender import compute_loss
 
         share = self._batch // WORKERS
         for start in range(self._rank * share, FAR, self._batch):
-            numbers, ids, clicked = self._log.read(torch.arange(start, start + share))
-            loss_of(self._model(numbers, ids), clicked).backward()
+            numbers, ids, clicked = self._log.read_samples(torch.arange(start, start + share))
+            compute_loss(self._model(numbers, ids), clicked).backward()
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=False)  # its buckets stay where they are
             yield
@@ -108,15 +113,15 @@ class DDP:
         """See `Paceline`."""
         import torch
 
-        from paceline.apps.clicks import auc
+        from paceline.apps.clicks import compute_auc
 
         with torch.no_grad():
             found = [
-                self._log.read(torch.arange(FAR + n, FAR + n + 2048))
+                self._log.read_samples(torch.arange(FAR + n, FAR + n + 2048))
                 for n in range(0, HELD_OUT, 2048)
             ]
             scores = [self._plain(batch.numbers, batch.ids) for batch in found]
-        return auc(torch.cat(scores), torch.cat([batch.clicked for batch in found]))
+        return compute_auc(torch.cat(scores), torch.cat([batch.clicked for batch in found]))
 
 
 class Worker:

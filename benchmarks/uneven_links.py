@@ -36,25 +36,32 @@ def serve(options: argparse.Namespace) -> None:
 
     import paceline as pl
     from paceline.comm.agreement import Agreement
-    from paceline.session.run import parts_of
+    from paceline.session.run import parts_of_run
     from paceline.sync.context import SyncContext
-    from paceline.sync.routes import reducer
+    from paceline.sync.routes import find_reducer_maker
     from paceline.unequal.probe.cluster_file import ClusterFile
 
     torch.set_num_threads(1)
     with pl.start(folder=str(options.serve), name="run", trace="off") as run:
         agreement = Agreement(run.group)
-        file = ClusterFile.of(options.measured)
+        file = ClusterFile.read_cluster(options.measured)
         assert file is not None
         said: list[str] = []
-        cluster = parts_of(run).view.cluster
-        where = cluster.where()
+        cluster = parts_of_run(run).view.cluster
+        where = cluster.host_by_rank()
         context = SyncContext(
-            run.group, agreement, hosts=where, announce=said.append, route_facts=file.facts(cluster)
+            run.group,
+            agreement,
+            hosts=where,
+            announce=said.append,
+            route_facts=file.route_facts(cluster),
         )
-        ways = {"uneven": reducer("auto")(context), "native": reducer("native")(context)}
-        ways |= {name: reducer(name)(context) for name in ("ring", "owners")}
-        numel = int(options.megabytes * 1e6) // 4
+        ways = {
+            "uneven": find_reducer_maker("auto")(context),
+            "native": find_reducer_maker("native")(context),
+        }
+        ways |= {name: find_reducer_maker(name)(context) for name in ("ring", "owners")}
+        numel = int(options.format_megabytes * 1e6) // 4
         parts = [
             torch.randint(-1000, 1000, (numel,), generator=torch.Generator().manual_seed(r)).float()
             for r in range(run.size)
@@ -84,9 +91,17 @@ def serve(options: argparse.Namespace) -> None:
 
 def probe(cluster: Any, file: Path) -> None:
     """Measure a cluster of the lab as `paceline probe` does, and leave the file."""
-    from paceline.commands.lab import PROBE
+    from paceline.commands.lab import PROBE_SCRIPT
 
-    words = (str(PROBE), "--dtypes", "float32", "--out", str(file), "--folder", str(file.parent))
+    words = (
+        str(PROBE_SCRIPT),
+        "--dtypes",
+        "float32",
+        "--out",
+        str(file),
+        "--folder",
+        str(file.parent),
+    )
     probed = cluster.run(*words, environ={"OMP_NUM_THREADS": "1"}, deadline=300)
     if probed.code != 0:
         raise SystemExit(probed.output)
@@ -124,7 +139,7 @@ def main() -> None:
             str(options.buckets),
         ]
         file = options.measured or Path(folder) / "cluster.json"
-        words += ["--megabytes", str(options.megabytes), "--measured", str(file.absolute())]
+        words += ["--megabytes", str(options.format_megabytes), "--measured", str(file.absolute())]
         with lab.cluster(description=str(options.cluster)) as cluster:
             if options.measured is None:
                 probe(cluster, file)
@@ -142,7 +157,7 @@ def main() -> None:
     samples = found["samples"]
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     best = min(EVEN, key=medians.__getitem__)
-    what = f"{options.buckets} x {options.megabytes:g} MB, {options.cluster.stem}"
+    what = f"{options.buckets} x {options.format_megabytes:g} MB, {options.cluster.stem}"
     rows = [
         Row(what, medians, f"{best} / uneven", ratio(samples[best], samples["uneven"]), least=LEAST)
     ]

@@ -11,7 +11,7 @@ half the grid with half the steps 0.101.
 import torch
 
 import paceline as pl
-from paceline.apps.advection import Advection, SolvedSamples, relative_errors
+from paceline.apps.advection import Advection, SolvedSamples, compute_relative_errors
 from paceline.apps.unet import UNet, UNetShape
 
 torch.manual_seed(0)
@@ -19,13 +19,15 @@ torch.manual_seed(0)
 model = UNet(UNetShape(width=8))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 # solved as they are read
-loader = SolvedSamples(Advection(grid=32, time=0.25), seed=0, first=0, count=60 * 16).loader(16)
+loader = SolvedSamples(Advection(grid=32, time=0.25), seed=0, first=0, count=60 * 16).make_loader(
+    16
+)
 
 with pl.start() as run:
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     # a dye, a flow and a diffusivity; and where the dye is after the time
     for given, after in loader:
-        errors = relative_errors(model(given), after)
+        errors = compute_relative_errors(model(given), after)
         loss = errors.square().mean()
         loss.backward()
         optimizer.step()

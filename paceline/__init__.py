@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from paceline.record.logged.image import image
     from paceline.servers.tables.embedding import SparseEmbedding
     from paceline.servers.worker.strategy import ParameterServer
-    from paceline.session.cluster_probe import probe
+    from paceline.session.cluster_probe import probe_cluster
     from paceline.session.load import load
     from paceline.session.run import Run
     from paceline.session.start import start
@@ -108,7 +108,7 @@ __all__ = [
     "padded",
     "pipeline",
     "powersgd",
-    "probe",
+    "probe_cluster",
     "randomk",
     "row",
     "scattered",
@@ -127,7 +127,7 @@ __all__ = [
 ]
 
 # Names that each module defines.
-_NAMES: Final = {
+_NAMES_BY_MODULE: Final = {
     "paceline.codec.codec": (
         "after",
         "error_feedback",
@@ -169,18 +169,20 @@ _NAMES: Final = {
     "paceline.sync.per_axis": ("Sequence",),
 }
 # Module of each name.
-_HOMES: Final = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_BY_NAME: Final = {
+    name: module for module, names in _NAMES_BY_MODULE.items() for name in names
+}
 
 
 # Hidden from type checkers: with it, they would accept any name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
+        if name not in _MODULE_BY_NAME:
             raise AttributeError(
                 f"module 'paceline' has no attribute {name!r}; it has {', '.join(__all__)}"
             )
-        value = getattr(_import_quickly(_HOMES[name]), name)
+        value = getattr(_import_quickly(_MODULE_BY_NAME[name]), name)
         # The next use of the name finds it here, and doesn't call this function.
         globals()[name] = value
         return value
@@ -203,6 +205,6 @@ def _import_quickly(module: str) -> Any:
         return importlib.import_module(module)
     finally:
         if was_enabled:
-            if module == _HOMES["start"]:
+            if module == _MODULE_BY_NAME["start"]:
                 gc.freeze()
             gc.enable()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 
 
-def at_exit(call: Callable[[], object]) -> Callable[[], None]:
+def call_at_exit(call: Callable[[], object]) -> Callable[[], None]:
     """Register a function to call when this process exits.
 
     Returns a function that takes the registration back.

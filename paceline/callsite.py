@@ -10,34 +10,38 @@ import os
 import sys
 from pathlib import Path
 
-_HERE = str(Path(__file__).parent)
+_PACKAGE_FOLDER = str(Path(__file__).parent)
 # Programs inside the package that are written as a user would write them.
-_PROGRAMS = tuple(os.path.join(_HERE, name) + os.sep for name in ("apps", "bench"))
-_STANDARD = os.path.dirname(contextlib.__file__) + os.sep
-_INSIDE = (_HERE + os.sep, contextlib.__file__, "<frozen ")
+_PROGRAM_PREFIXES = tuple(
+    os.path.join(_PACKAGE_FOLDER, name) + os.sep for name in ("apps", "bench")
+)
+_STANDARD_LIBRARY_PREFIX = os.path.dirname(contextlib.__file__) + os.sep
+_INTERNAL_PREFIXES = (_PACKAGE_FOLDER + os.sep, contextlib.__file__, "<frozen ")
 
 
-def foreign(file: str) -> bool:
+def is_library_file(file: str) -> bool:
     """Whether a file belongs to paceline or torch, and not to the user."""
-    return file.startswith(_INSIDE + _torch()) and not file.startswith(_PROGRAMS)
+    return file.startswith(_INTERNAL_PREFIXES + _find_torch_prefix()) and not file.startswith(
+        _PROGRAM_PREFIXES
+    )
 
 
-def scripted(file: str) -> bool:
+def is_user_file(file: str) -> bool:
     """Whether a file belongs to the user's program, and not to any library."""
     return (
-        not foreign(file)
-        and not file.startswith(_STANDARD)
+        not is_library_file(file)
+        and not file.startswith(_STANDARD_LIBRARY_PREFIX)
         and f"{os.sep}site-packages{os.sep}" not in file
     )
 
 
-def place() -> str:
+def find_user_line() -> str:
     """Find the innermost line of the user's code on this thread's stack, as ` (train.py:12)`.
 
     Empty if all frames belong to libraries.
     """
     frame = sys._getframe(1)
-    while foreign(frame.f_code.co_filename):
+    while is_library_file(frame.f_code.co_filename):
         if frame.f_back is None:
             return ""
         frame = frame.f_back
@@ -51,7 +55,7 @@ def place() -> str:
     return f" ({shown}:{frame.f_lineno})"
 
 
-def _torch() -> tuple[str, ...]:
+def _find_torch_prefix() -> tuple[str, ...]:
     # Not imported for this: a process without torch has no frames of torch.
     torch = sys.modules.get("torch")
     return (

@@ -13,22 +13,32 @@ from typer.core import TyperGroup
 
 import paceline
 from paceline import options
-from paceline.bench import command
+from paceline.bench import scaling_command
 from paceline.cluster import mesh as shape
-from paceline.cluster.discover import environment
+from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher import launch, output
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.commands import lab
-from paceline.commands.watch import watch as watch_run
-from paceline.commands.watch import watched
+from paceline.commands.watch import make_watched_job, watch_run
 from paceline.errors import PacelineError, UsageError
-from paceline.formatting import sized
+from paceline.formatting import format_bytes
 from paceline.notebook import proof
 
 # Commands in the order in which a user needs them: try it, train, look at the run, try a cluster,
 # take the model away.
-ORDER = ("demo", "run", "report", "watch", "layout", "probe", "lab", "export", "generate", "bench")
+COMMAND_ORDER = (
+    "demo",
+    "run",
+    "report",
+    "watch",
+    "layout",
+    "probe",
+    "lab",
+    "export",
+    "generate",
+    "bench",
+)
 
 
 class OrderedGroup(TyperGroup):
@@ -36,7 +46,9 @@ class OrderedGroup(TyperGroup):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        self.commands = dict(sorted(self.commands.items(), key=lambda item: ORDER.index(item[0])))
+        self.commands = dict(
+            sorted(self.commands.items(), key=lambda item: COMMAND_ORDER.index(item[0]))
+        )
 
 
 app = typer.Typer(
@@ -48,15 +60,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(lab.app, name="lab")
-bench = typer.Typer(
+bench_app = typer.Typer(
     help="Measure what this machine can do.", no_args_is_help=True, rich_markup_mode=None
 )
-app.add_typer(bench, name="bench")
-bench.command("scaling")(command.scaling)
+app.add_typer(bench_app, name="bench")
+bench_app.command("scaling")(scaling_command.scaling)
 app.command("watch")(watch_run)
 
 # Folders of scripts that commands start on workers.
-BENCH, APPS = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
+BENCH_FOLDER, APPS_FOLDER = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
 
 
 def _show_version(wanted: bool) -> None:
@@ -89,13 +101,13 @@ def run(
     host_rank: options.HostRank = None,
     secret_file: options.SecretFile = None,
     threads: options.Threads = None,
-    interface: options.Nic = None,
+    interface: options.Interface = None,
     sync: options.Sync = None,
     mesh: options.Mesh = None,
     cut: options.Cut = None,
     shares: options.Shares = None,
     name: options.Name = None,
-    placement: options.Dealing = "block",
+    placement: options.Placement = "block",
     min_workers: options.MinWorkers = None,
     restarts: options.Restarts = 0,
     patience: options.Patience = 600.0,
@@ -136,22 +148,24 @@ def run(
     )
     env = {} if interface is None else {"PACELINE_INTERFACE": interface}
     if watch is None:
-        raise typer.Exit(_start(request, env))
+        raise typer.Exit(_run_job(request, env))
     # The page serves from before the workers start until after they end.
-    with watched(
-        watch, launch.shared_secret(request, environment()), elsewhere=hosts > 1 or join is not None
+    with make_watched_job(
+        watch,
+        launch.get_shared_secret(request, copy_environment()),
+        elsewhere=hosts > 1 or join is not None,
     ) as watcher:
-        code = _start(request, env, watcher)
+        code = _run_job(request, env, watcher)
     raise typer.Exit(code)
 
 
-def _start(
+def _run_job(
     request: LaunchRequest, env: Mapping[str, str] | None = None, watcher: RunWatcher | None = None
 ) -> int:
     """Run a job to its end, with `env` added to the environment. Returns its exit code."""
     # A mistake in a strategy or a mesh ends the command here, before any worker starts.
-    proof.prove(request)
-    return launch.run(request, {**environment(), **(env or {})}, watcher)
+    proof.check_job(request)
+    return launch.run_job(request, {**copy_environment(), **(env or {})}, watcher)
 
 
 @app.command()
@@ -163,22 +177,26 @@ def probe(
     host_rank: options.HostRank = None,
     secret_file: options.SecretFile = None,
     threads: options.Threads = None,
-    interface: options.Nic = None,
-    placement: options.Dealing = "block",
+    interface: options.Interface = None,
+    placement: options.Placement = "block",
     dtypes: options.Dtypes = "float32,bfloat16",
-    out: options.Measured = Path("cluster.json"),
+    out: options.MeasuredFile = Path("cluster.json"),
 ) -> None:
     """Measure the speed of each worker and each link, warn of odd values, and write a file."""
-    args = lab.probing(dtypes, out, here=hosts == 1)
+    args = lab.make_probe_arguments(dtypes, out, here=hosts == 1)
     rendezvous = {
         "join": join,
         "host_rank": host_rank,
         "secret_file": secret_file,
         "placement": placement,
     }
-    env = lab.UNMEASURED | ({} if interface is None else {"PACELINE_INTERFACE": interface})
+    env = lab.UNMEASURED_VARIABLES | (
+        {} if interface is None else {"PACELINE_INTERFACE": interface}
+    )
     raise typer.Exit(
-        _measure("probe.py", args, workers, threads, env=env, hosts=hosts, bare=True, **rendezvous)
+        _run_benchmark(
+            "probe.py", args, workers, threads, env=env, hosts=hosts, bare=True, **rendezvous
+        )
     )
 
 
@@ -208,7 +226,7 @@ def layout(
             mesh=mesh,
             cut=cut,
         )
-        code = _start(request, {"PACELINE_LAYOUT": folder})
+        code = _run_job(request, {"PACELINE_LAYOUT": folder})
         if code:
             raise typer.Exit(code)
         # A file has room for wide tables.
@@ -236,10 +254,10 @@ def demo(
     from rich.console import Console
 
     from paceline.apps.demo import DemoPlan
-    from paceline.apps.demo import demo as play
+    from paceline.apps.demo import run_demo as play
 
     raise typer.Exit(
-        play(DemoPlan(workers, steps, alone, folder, text, tuple(mesh or ())), _start, Console())
+        play(DemoPlan(workers, steps, alone, folder, text, tuple(mesh or ())), _run_job, Console())
     )
 
 
@@ -283,8 +301,10 @@ def generate(
     from paceline.observe.choosing import choose_run
 
     # Without --workers, as many as the mesh has.
-    job_size = workers if workers is not None else 1 if mesh is None else shape.workers(mesh)
-    if mesh is not None and shape.read(mesh).get("data", 1) != 1:
+    job_size = (
+        workers if workers is not None else 1 if mesh is None else shape.count_mesh_workers(mesh)
+    )
+    if mesh is not None and shape.parse_mesh(mesh).get("data", 1) != 1:
         raise UsageError(
             f"--mesh {mesh!r} has replicas, which would all write the same text; leave out `data`"
         )
@@ -303,12 +323,12 @@ def generate(
         f"--temperature={0.0 if greedy else temperature}",
     ]
     args += [*([] if seed is None else [f"--seed={seed}"]), *(["--best"] if best else [])]
-    script = str(APPS / "generation.py")
+    script = str(APPS_FOLDER / "generation.py")
     request = LaunchRequest(script, tuple(args), job_size, threads=threads, mesh=mesh, bare=True)
-    raise typer.Exit(_start(request))
+    raise typer.Exit(_run_job(request))
 
 
-@bench.command()
+@bench_app.command()
 def collectives(
     *,
     workers: options.Workers = 2,
@@ -330,19 +350,19 @@ def collectives(
     """Measure all-reduce: sizes, schedules, registered and ordinary memory."""
     # A drawing needs no workers.
     if draw is not None:
-        from paceline.bench.pictures import picture
+        from paceline.bench.schedule_pictures import draw_picture
 
-        typer.echo(picture(draw))
+        typer.echo(draw_picture(draw))
         raise typer.Exit
-    from paceline.bench import asked
+    from paceline.bench import collective_options
 
     # Both are parsed here only to raise before any worker starts.
-    asked.sizes(sizes), asked.ways(via)
+    collective_options.parse_sizes(sizes), collective_options.parse_algorithms(via)
     args = ("--sizes", sizes, "--via", via, "--seconds", str(seconds))
-    raise typer.Exit(_measure("collectives.py", args, workers, threads))
+    raise typer.Exit(_run_benchmark("collectives.py", args, workers, threads))
 
 
-@bench.command()
+@bench_app.command()
 def training(
     *,
     workers: options.Workers = 2,
@@ -356,10 +376,10 @@ def training(
 ) -> None:
     """Measure a training step, with the exchange and without it."""
     args = ("--model", model, "--batch", str(batch), "--steps", str(steps))
-    raise typer.Exit(_measure("training.py", args, workers, threads, sync=sync))
+    raise typer.Exit(_run_benchmark("training.py", args, workers, threads, sync=sync))
 
 
-@bench.command()
+@bench_app.command()
 def pipeline(
     *,
     draw: Annotated[
@@ -385,10 +405,12 @@ def pipeline(
 
     # A file can be read at any width.
     width = None if sys.stdout.isatty() else 120
-    pipelines.show(draw, (forward, backward, transfer), Console(width=width, highlight=False))
+    pipelines.show_schedules(
+        draw, (forward, backward, transfer), Console(width=width, highlight=False)
+    )
 
 
-def _measure(
+def _run_benchmark(
     script: str,
     args: Sequence[str],
     workers: int,
@@ -412,9 +434,13 @@ def _measure(
     """
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         request = LaunchRequest(
-            str(BENCH / script), (*args, "--folder", folder), workers, threads=threads, **fields
+            str(BENCH_FOLDER / script),
+            (*args, "--folder", folder),
+            workers,
+            threads=threads,
+            **fields,
         )
-        return _start(request, env)
+        return _run_job(request, env)
 
 
 @app.command()
@@ -442,7 +468,9 @@ def report(
     runs = [choose_run(folder) for folder in folders] if folders else [choose_run(None)]
     if html is not None:
         size = write_page(runs, html)
-        typer.echo(f"{html}: a page of {', '.join(folder.name for folder in runs)}, {sized(size)}")
+        typer.echo(
+            f"{html}: a page of {', '.join(folder.name for folder in runs)}, {format_bytes(size)}"
+        )
     elif len(runs) > 1:
         raise UsageError(
             "several runs are compared on a page: give a file for it, as in paceline report "
@@ -474,7 +502,7 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write the model of a run's newest or best checkpoint to one safetensors file."""
-    from paceline.checkpoint.files.export import export as write
+    from paceline.checkpoint.files.export import export_model as write
     from paceline.observe.choosing import choose_run
 
     checkpoint = write(
@@ -487,7 +515,7 @@ def export(
     )
     typer.echo(
         f"{out}: the model of {checkpoint.path} at step {checkpoint.step}, "
-        f"{sized(out.stat().st_size)}"
+        f"{format_bytes(out.stat().st_size)}"
     )
 
 
@@ -497,7 +525,7 @@ def main() -> None:
     Exits with code 2 after a mistake of the user, and with 1 after any other error of paceline.
     """
     # First of all: sockets would get the numbers of closed standard streams, as under cron.
-    output.stand_in()
+    output.open_missing_streams()
     # Typer turns its own errors into exit codes. Errors of paceline become one line each.
     try:
         app()

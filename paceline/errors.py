@@ -100,7 +100,7 @@ class ViewChanged(PacelineError):
 
 
 # Errors after which the workers that are still alive can go on.
-LOSSES = (WorkerLost, ViewChanged)
+RECOVERABLE_ERRORS = (WorkerLost, ViewChanged)
 
 
 class ResourceError(PacelineError):

@@ -15,7 +15,7 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
 
-def spell(value: object) -> str:
+def format_as_call(value: object) -> str:
     """Format a value as the call that makes it, without arguments that have their defaults.
 
     A class takes part by `__repr__ = format_as_call` in its body. It keeps each argument of its
@@ -26,19 +26,19 @@ def spell(value: object) -> str:
     and `"LocalSGD(every=16)"` if it has another default.
     """
     if type(value) in (tuple, list):
-        items = [spell(item) for item in value]  # type: ignore[attr-defined]
+        items = [format_as_call(item) for item in value]  # type: ignore[attr-defined]
         if isinstance(value, list):
             return f"[{', '.join(items)}]"
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-    if not isinstance(value, type) and type(value).__repr__ is spell:
-        return f"{type(value).__name__}({', '.join(_arguments(value))})"
+    if not isinstance(value, type) and type(value).__repr__ is format_as_call:
+        return f"{type(value).__name__}({', '.join(_format_arguments(value))})"
     if callable(value) and (isinstance(value, type) or hasattr(value, "__name__")):
         kind = "class" if isinstance(value, type) else "function"
         return f"<{kind} {value.__name__}: no notation>"
     return repr(value)
 
 
-def _arguments(value: Any) -> Iterator[str]:
+def _format_arguments(value: Any) -> Iterator[str]:
     """Yield the arguments of the call.
 
     An argument is positional while all before it are required, and goes by name after that.
@@ -51,28 +51,30 @@ def _arguments(value: Any) -> Iterator[str]:
     )
     positional, kind = True, value.__class__
     # Once an argument is left out, those after it can only go by name.
-    for name, parameter in _parameters(kind):
+    for name, parameter in _list_parameters(kind):
         argument, factory = getattr(value, name), factories.get(name)
         required = parameter.default is parameter.empty
-        if not required and _same(argument, factory() if callable(factory) else parameter.default):
+        if not required and _is_same_value(
+            argument, factory() if callable(factory) else parameter.default
+        ):
             positional = False
             continue
         positional = positional and required and parameter.kind is not parameter.KEYWORD_ONLY
-        yield spell(argument) if positional else f"{name}={spell(argument)}"
+        yield format_as_call(argument) if positional else f"{name}={format_as_call(argument)}"
 
 
 @functools.lru_cache(256)
-def _parameters(kind: type) -> tuple[tuple[str, inspect.Parameter], ...]:
+def _list_parameters(kind: type) -> tuple[tuple[str, inspect.Parameter], ...]:
     """List the parameters of a constructor with their names."""
     return tuple(inspect.signature(kind).parameters.items())
 
 
-def _same(one: object, other: object) -> bool:
+def _is_same_value(one: object, other: object) -> bool:
     """Whether two values are equal, and of one type."""
     return one is other or (type(one) is type(other) and bool(one == other))
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Escape characters that can't be printed, such as those that move a terminal's cursor.
 
     They are written as in a Python literal, such as `\\x1b`.
@@ -83,7 +85,7 @@ def printable(text: str) -> str:
     )
 
 
-def choices(found: str, possible: Iterable[str]) -> str:
+def format_choices(found: str, possible: Iterable[str]) -> str:
     """Format the end of a message about an unknown name: the choices, and the likely one.
 
     Example: `format_choices("rnig", ["ring", "tree"])` is `"possible: ring, tree; did you mean
@@ -98,7 +100,7 @@ def choices(found: str, possible: Iterable[str]) -> str:
     return f"possible: {', '.join(names)}" + (f"; did you mean {folded[near[0]]}?" if near else "")
 
 
-def unknown(option: str, value: object, kind: Any) -> str:
+def describe_unknown_choice(option: str, value: object, kind: Any) -> str:
     """Describe an unknown value of an option. Empty if the value is one of the choices.
 
     Example: `describe_unknown_choice("trace", "lst", Literal["last", "all"])` is `"trace='lst' is
@@ -109,20 +111,20 @@ def unknown(option: str, value: object, kind: Any) -> str:
         value: Its value.
         kind: Its choices, a `Literal` or a union that contains one.
     """
-    words = list(_words(kind))
+    words = list(_list_choices(kind))
     # Types are compared too: True == 1, but only one of them may be a choice.
     if any(type(value) is type(word) and value == word for word in words):
         return ""
-    return f"{option}={value!r} is unknown; {choices(str(value), map(str, words))}"
+    return f"{option}={value!r} is unknown; {format_choices(str(value), map(str, words))}"
 
 
-def _words(kind: Any) -> Iterator[Any]:
+def _list_choices(kind: Any) -> Iterator[Any]:
     """Yield the choices of a `Literal`, or of all `Literal`s in a union."""
     for part in get_args(kind):
-        yield from _words(part) if get_origin(kind) in (Union, UnionType) else [part]
+        yield from _list_choices(part) if get_origin(kind) in (Union, UnionType) else [part]
 
 
-def nearest(found: str, names: Iterable[str]) -> str:
+def suggest_nearest(found: str, names: Iterable[str]) -> str:
     """Format a hint at the name nearest to an unknown one. Empty if none is close.
 
     Example: `suggest_nearest("haed.weight", ["head.weight"])` is `" (the nearest is head.weight)"`.
@@ -131,12 +133,12 @@ def nearest(found: str, names: Iterable[str]) -> str:
     return f" (the nearest is {near[0]})" if near else ""
 
 
-def counted(number: int, thing: str) -> str:
+def format_count(number: int, thing: str) -> str:
     """Format a number of things: "1 step", "2,000 steps"."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
-def sized(number: float) -> str:
+def format_bytes(number: float) -> str:
     """Format a number of bytes: "12 bytes", "7.5 MB"."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if number >= size:
@@ -144,14 +146,14 @@ def sized(number: float) -> str:
     return f"{number:.0f} bytes"
 
 
-def spoken(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as on a clock: 0:07, 12:34, 1:02:03."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def message(error: BaseException | None) -> list[str]:
+def list_message_lines(error: BaseException | None) -> list[str]:
     """Split the message of an error, and its notes, into lines, as Python prints them.
 
     An error whose `__str__` fails has a message too. There is at least one line. It is empty if the

@@ -26,16 +26,16 @@ from types import NoneType, UnionType
 from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.cluster.launcher import isolation
-from paceline.codec.words import words
+from paceline.codec.words import codec_words
 from paceline.errors import NotationError, PacelineError, UsageError
-from paceline.formatting import choices, counted, spell
-from paceline.removed import refuse_removed
+from paceline.formatting import format_as_call, format_choices, format_count
+from paceline.removed import refuse_removed_options
 
 Vocabulary = Mapping[str, "str | Callable[..., Any]"]
 
 # The function or class that each word calls. "module:name" is imported when the word is used, so
 # that a text can be checked without torch.
-STRATEGIES: Final[Mapping[str, str]] = {
+STRATEGY_WORDS: Final[Mapping[str, str]] = {
     "AllReduce": "paceline.sync.allreduce:AllReduce",
     "LocalSGD": "paceline.sync.localsgd.strategy:LocalSGD",
     "adaptive": "paceline.sync.localsgd.fragment:adaptive",
@@ -46,7 +46,7 @@ STRATEGIES: Final[Mapping[str, str]] = {
 }
 
 # Words of cuts. They are a vocabulary of their own: `--cut 'shard("blocks.*")'`.
-CUTS: Final[Mapping[str, str]] = {
+CUT_WORDS: Final[Mapping[str, str]] = {
     "tensor": "paceline.parallel.tensor.tensor_cut:tensor",
     **{
         word: f"paceline.parallel.tensor.styles:{word}"
@@ -58,33 +58,33 @@ CUTS: Final[Mapping[str, str]] = {
 }
 
 
-class _Words(Mapping[str, str]):
+class _LazyVocabulary(Mapping[str, str]):
     """Words of strategies and codecs.
 
     Codecs are searched for when a text has one for the first time, not when a process starts.
     """
 
     def __getitem__(self, word: str) -> str:
-        return STRATEGIES[word] if word in STRATEGIES else words()[word]
+        return STRATEGY_WORDS[word] if word in STRATEGY_WORDS else codec_words()[word]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**STRATEGIES, **words()})
+        return iter({**STRATEGY_WORDS, **codec_words()})
 
     def __len__(self) -> int:
-        return len({**STRATEGIES, **words()})
+        return len({**STRATEGY_WORDS, **codec_words()})
 
 
-VOCABULARY: Final[Vocabulary] = _Words()
+VOCABULARY: Final[Vocabulary] = _LazyVocabulary()
 
 # Names that stand for numbers: repr(math.inf) is "inf".
-NUMBERS: Final = {"inf": math.inf}
+NAMED_NUMBERS: Final = {"inf": math.inf}
 
-LONGEST: Final = 20_000  # characters of a text
-DEEPEST: Final = 50  # levels of nested brackets
-LARGEST: Final = 1 << 63  # whole numbers have to be smaller
+MAX_CHARACTERS: Final = 20_000  # characters of a text
+MAX_BRACKET_DEPTH: Final = 50  # levels of nested brackets
+INTEGER_LIMIT: Final = 1 << 63  # whole numbers have to be smaller
 
 # Kinds of literals, in the words of messages.
-_KINDS: Final[dict[Any, str]] = {
+_KIND_WORDS: Final[dict[Any, str]] = {
     int: "a whole number",
     float: "a number",
     str: "a text",
@@ -104,12 +104,12 @@ class NotationCall:
     source: str
 
     @property
-    def text(self) -> str:
+    def source_text(self) -> str:
         """Text of the call, as in the source."""
-        return _segment(self.node, self.source)
+        return _quote_node(self.node, self.source)
 
 
-def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
+def parse_notation(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
     """Make the object that a text describes.
 
     Args:
@@ -120,60 +120,60 @@ def parse(text: str, vocabulary: Vocabulary = VOCABULARY) -> Any:
         NotationError: The text can't be read, or its arguments don't fit. The message has the value
             found, the values possible, and what to do.
     """
-    return _make(_read(_tree(text, vocabulary), text, vocabulary), vocabulary)
+    return _make_object(_read_node(_parse_syntax(text, vocabulary), text, vocabulary), vocabulary)
 
 
-def check(text: str, vocabulary: Vocabulary = VOCABULARY) -> None:
+def check_notation(text: str, vocabulary: Vocabulary = VOCABULARY) -> None:
     """Raise `NotationError` if a text isn't notation, or has an unknown word.
 
     Imports nothing, and so doesn't check arguments.
     """
-    _read(_tree(text, vocabulary), text, vocabulary)
+    _read_node(_parse_syntax(text, vocabulary), text, vocabulary)
 
 
-def strategy(text: str) -> Any:
+def parse_strategy(text: str) -> Any:
     """Make the strategy that a text describes.
 
     Raises as `parse_notation` does, and for any other object, such as a codec alone.
     """
-    result = parse(text)
+    result = parse_notation(text)
     # A strategy is known by its method, as its protocol would need torch.
     if not hasattr(result, "begin"):
         raise NotationError(
-            f"{_short(text)} is not a strategy; write one such as AllReduce(via='ring') or "
+            f"{_shorten_text(text)} is not a strategy; write one such as AllReduce(via='ring') or "
             "AllReduce(codec=int8())"
         )
     return result
 
 
-def cuts(text: str) -> tuple[Any, ...]:
+def parse_cuts(text: str) -> tuple[Any, ...]:
     """Make the cuts that a text describes, one or several with commas between them.
 
     Raises as `parse_notation` does.
     """
-    result = parse(text, CUTS)
+    result = parse_notation(text, CUT_WORDS)
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
-def prove(text: str) -> None:
+def verify_strategy(text: str) -> None:
     """Raise `NotationError` or `UsageError` if a text makes no strategy. Arguments are checked.
 
     This process doesn't import torch for it: another process makes the strategy.
     """
-    check(text)
-    _attempt(strategy, text)
+    check_notation(text)
+    _verify_in_fork(parse_strategy, text)
 
 
-def prove_cuts(text: str) -> None:
+def verify_cuts(text: str) -> None:
     """Raise `NotationError` or `UsageError` if a text makes no cuts.
 
     As `verify_strategy` does for strategies.
     """
-    check(text, CUTS)
-    _attempt(cuts, text)
+    check_notation(text, CUT_WORDS)
+    _verify_in_fork(parse_cuts, text)
 
 
-def shares(text: str, workers: int | None = None) -> Literal["auto"] | tuple[float, ...]:
+def parse_shares(text: str, workers: int | None = None) -> Literal["auto"] | tuple[float, ...]:
     """Parse shares of a batch: "auto", or one number per worker.
 
     The numbers are counted if the number of workers is given. Raises `NotationError`.
@@ -191,50 +191,59 @@ def shares(text: str, workers: int | None = None) -> Literal["auto"] | tuple[flo
             f"--shares {text}: each is a number, zero or more, and at least one is above zero"
         )
     if workers not in (None, len(numbers)):
-        counts = f"{counted(len(numbers), 'number')} for {counted(workers or 0, 'worker')}"
+        counts = (
+            f"{format_count(len(numbers), 'number')} for {format_count(workers or 0, 'worker')}"
+        )
         raise NotationError(
             f"--shares {text} has {counts}: give one number per worker, in rank order"
         )
     return numbers
 
 
-def _attempt(make: Callable[[str], Any], text: str) -> None:
+def _verify_in_fork(make: Callable[[str], Any], text: str) -> None:
     """Make an object only to see errors: here if torch is imported already, else in a fork."""
     if "torch" in sys.modules:
         make(text)
         return
     try:
-        isolation.attempt(partial(make, text))
+        isolation.attempt_in_copy(partial(make, text))
     except isolation.AttemptFailed as refused:
         raise (NotationError if refused.kind == NotationError.__name__ else UsageError)(
             str(refused)
         ) from None
 
 
-def text(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
+def format_notation(obj: object, vocabulary: Vocabulary = VOCABULARY) -> str:
     """Format the notation of an object, which `parse_notation` reads back.
 
     Raises `NotationError` if the object has none.
     """
-    written = spell(obj)
+    written = format_as_call(obj)
     if "no notation>" in written:
         raise NotationError(
             f"{written} can't be written as text: Python functions have none. "
             "Give the object to pl.start(sync=...)"
         )
-    check(written, vocabulary)
+    check_notation(written, vocabulary)
     return written
 
 
-def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
+def _parse_syntax(text: str, vocabulary: Vocabulary) -> ast.expr:
     """Parse a text with Python's parser, within limits on its size."""
     # Limits first: Python's parser would use up the stack on a hostile text.
-    depth = max(accumulate((sign in "([{") - (sign in ")]}") for sign in text[:LONGEST]), default=0)
-    if len(text) > LONGEST or depth > DEEPEST:
-        size = f"{len(text):,} characters" if len(text) > LONGEST else f"{depth} levels of brackets"
+    depth = max(
+        accumulate((sign in "([{") - (sign in ")]}") for sign in text[:MAX_CHARACTERS]), default=0
+    )
+    if len(text) > MAX_CHARACTERS or depth > MAX_BRACKET_DEPTH:
+        size = (
+            f"{len(text):,} characters"
+            if len(text) > MAX_CHARACTERS
+            else f"{depth} levels of brackets"
+        )
         raise NotationError(
-            f"{_short(text)} can't be read: it has {size}, and may have {LONGEST:,} characters "
-            f"and {DEEPEST} levels of brackets. Make such a large object in Python"
+            f"{_shorten_text(text)} can't be read: it has {size}, and may have {MAX_CHARACTERS:,} "
+            "characters "
+            f"and {MAX_BRACKET_DEPTH} levels of brackets. Make such a large object in Python"
         )
     try:
         tree = ast.parse(text.strip(), mode="eval")
@@ -246,17 +255,18 @@ def _tree(text: str, vocabulary: Vocabulary) -> ast.expr:
             else f"{min(vocabulary, default='name')}(...)"
         )
         raise NotationError(
-            f"{_short(text)} can't be read: {reason}. Write it as in Python, for example {example}"
+            f"{_shorten_text(text)} can't be read: {reason}. Write it as in Python, for example "
+            f"{example}"
         ) from None
     return tree.body
 
 
-def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
+def _read_node(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
     """Read a literal as its value, and a call as a `NotationCall`. Refuse any other syntax."""
     match node:
-        case ast.Constant(value=int(value)) if value >= LARGEST:
+        case ast.Constant(value=int(value)) if value >= INTEGER_LIMIT:
             raise NotationError(
-                f"{_short(hex(value), 20)} in {_short(text)} is too large a number: "
+                f"{_shorten_text(hex(value), 20)} in {_shorten_text(text)} is too large a number: "
                 "give one below 2 ** 63"
             )
         case ast.Constant(value=value) if value is None or isinstance(
@@ -267,53 +277,54 @@ def _read(node: ast.expr, text: str, vocabulary: Vocabulary) -> Any:
         case ast.UnaryOp(
             op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant() | ast.Name() as operand
         ):
-            value = _read(operand, text, vocabulary)
+            value = _read_node(operand, text, vocabulary)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 return -value if isinstance(sign, ast.USub) else value
         case ast.Tuple(elts=items):
-            return tuple(_read(item, text, vocabulary) for item in items)
+            return tuple(_read_node(item, text, vocabulary) for item in items)
         case ast.List(elts=items):
-            return [_read(item, text, vocabulary) for item in items]
+            return [_read_node(item, text, vocabulary) for item in items]
         # Dicts belong to cuts alone: styles by the names of modules.
-        case ast.Dict(keys=[*keys], values=values) if vocabulary is CUTS and all(
+        case ast.Dict(keys=[*keys], values=values) if vocabulary is CUT_WORDS and all(
             isinstance(key, ast.Constant) for key in keys
         ):
-            read = partial(_read, text=text, vocabulary=vocabulary)
+            read = partial(_read_node, text=text, vocabulary=vocabulary)
             return {
                 read(key): read(value)
                 for key, value in zip(keys, values, strict=True)
                 if key is not None
             }
-        case ast.Name(id=word) if word in NUMBERS:
-            return NUMBERS[word]
+        case ast.Name(id=word) if word in NAMED_NUMBERS:
+            return NAMED_NUMBERS[word]
         case ast.Name(id=word):
-            _known(word, vocabulary)
+            _check_word(word, vocabulary)
             raise NotationError(
-                f"{word} stands alone in {_short(text)}: write it as a call, {word}(...)"
+                f"{word} stands alone in {_shorten_text(text)}: write it as a call, {word}(...)"
             )
         case ast.Call(func=ast.Name(id=word)):
-            return _call(node, word, text, vocabulary)
+            return _read_call(node, word, text, vocabulary)
         case ast.Call(func=ast.Attribute(attr=word)) if word in vocabulary:
             raise NotationError(
-                f"{_segment(node.func, text)} has a module before it: "
+                f"{_quote_node(node.func, text)} has a module before it: "
                 f"leave it out and write {word}(...)"
             )
     raise NotationError(
-        f"{_segment(node, text)} in {_short(text)} is not part of the notation, which has calls, "
+        f"{_quote_node(node, text)} in {_shorten_text(text)} is not part of the notation, which "
+        "has calls, "
         "names, numbers, strings, True, False,"
         " None, tuples and lists. Make any other object in Python"
         + (" and give it to pl.start(sync=...)" if vocabulary is VOCABULARY else "")
     )
 
 
-def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> NotationCall:
+def _read_call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> NotationCall:
     """Read a call with its arguments, without carrying it out."""
-    _known(word, vocabulary)
+    _check_word(word, vocabulary)
     if any(isinstance(argument, ast.Starred) for argument in node.args) or any(
         keyword.arg is None for keyword in node.keywords
     ):
         raise NotationError(
-            f"{_segment(node, text)} has * or **, which the notation doesn't have: "
+            f"{_quote_node(node, text)} has * or **, which the notation doesn't have: "
             "write the arguments out"
         )
     twice = {
@@ -323,47 +334,51 @@ def _call(node: ast.Call, word: str, text: str, vocabulary: Vocabulary) -> Notat
     }
     if twice:
         raise NotationError(
-            f"{_segment(node, text)} gives {', '.join(sorted(map(str, twice)))} twice: "
+            f"{_quote_node(node, text)} gives {', '.join(sorted(map(str, twice)))} twice: "
             "leave one out"
         )
-    positional = tuple(_read(argument, text, vocabulary) for argument in node.args)
-    named = {keyword.arg or "": _read(keyword.value, text, vocabulary) for keyword in node.keywords}
+    positional = tuple(_read_node(argument, text, vocabulary) for argument in node.args)
+    named = {
+        keyword.arg or "": _read_node(keyword.value, text, vocabulary) for keyword in node.keywords
+    }
     return NotationCall(word, positional, named, node, text)
 
 
-def _known(word: str, vocabulary: Vocabulary) -> None:
+def _check_word(word: str, vocabulary: Vocabulary) -> None:
     """Raise `NotationError` if a word isn't in the vocabulary."""
     if word not in vocabulary:
-        raise NotationError(f"{word} is not a word of the notation; {choices(word, vocabulary)}")
+        raise NotationError(
+            f"{word} is not a word of the notation; {format_choices(word, vocabulary)}"
+        )
 
 
-def _make(node: Any, vocabulary: Vocabulary) -> Any:
+def _make_object(node: Any, vocabulary: Vocabulary) -> Any:
     """Make the object of a node that was read, from the innermost call outwards."""
     if isinstance(node, tuple | list):
-        return type(node)(_make(item, vocabulary) for item in node)
+        return type(node)(_make_object(item, vocabulary) for item in node)
     if isinstance(node, dict):
-        return {key: _make(value, vocabulary) for key, value in node.items()}
+        return {key: _make_object(value, vocabulary) for key, value in node.items()}
     if not isinstance(node, NotationCall):
         return node
-    maker = _maker(node.word, vocabulary)
+    maker = _import_maker(node.word, vocabulary)
     # Names and number of arguments first: their values may be costly to make.
-    _fits(node, maker)
-    positional = [_make(item, vocabulary) for item in node.positional]
-    named = {name: _make(item, vocabulary) for name, item in node.named.items()}
+    _check_arguments(node, maker)
+    positional = [_make_object(item, vocabulary) for item in node.positional]
+    named = {name: _make_object(item, vocabulary) for name, item in node.named.items()}
     # Kinds only of strategies and codecs: cuts check theirs themselves.
     if vocabulary is VOCABULARY:
         for name, value in inspect.signature(maker).bind(*positional, **named).arguments.items():
-            _suits(node, maker, name, value)
+            _check_kind(node, maker, name, value)
     # Errors of paceline have good messages already. Others become a `NotationError`.
     try:
         return maker(*positional, **named)
     except PacelineError:
         raise
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise NotationError(f"{node.text} can't be made: {error}") from error
+        raise NotationError(f"{node.source_text} can't be made: {error}") from error
 
 
-def _maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
+def _import_maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
     """Import the function or class that a word calls."""
     entry = vocabulary[word]
     if isinstance(entry, str):
@@ -373,9 +388,9 @@ def _maker(word: str, vocabulary: Vocabulary) -> Callable[..., Any]:
     return entry
 
 
-def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
+def _check_arguments(node: NotationCall, maker: Callable[..., Any]) -> None:
     """Raise if `maker` doesn't take these arguments."""
-    refuse_removed(maker, node.named)
+    refuse_removed_options(maker, node.named)
     signature = inspect.signature(maker)
     parameters = signature.parameters.values()
     possible = [
@@ -387,41 +402,42 @@ def _fits(node: NotationCall, maker: Callable[..., Any]) -> None:
         for name in node.named:
             if name not in possible:
                 raise NotationError(
-                    f"{node.word} has no argument {name} (in {node.text}); "
-                    f"{choices(name, possible)}"
+                    f"{node.word} has no argument {name} (in {node.source_text}); "
+                    f"{format_choices(name, possible)}"
                 )
     try:
         signature.bind(*node.positional, **node.named)
     except TypeError as error:
         wanted = f"{node.word}({', '.join(signature.parameters)})"
-        raise NotationError(f"{node.text} doesn't fit {wanted}: {error}") from None
+        raise NotationError(f"{node.source_text} doesn't fit {wanted}: {error}") from None
 
 
-def _suits(node: NotationCall, maker: Callable[..., Any], name: str, value: Any) -> None:
+def _check_kind(node: NotationCall, maker: Callable[..., Any], name: str, value: Any) -> None:
     """Raise if the kind of a value differs from the annotation of its argument."""
     # For a dataclass, the hints of the class itself: its generated `__init__` can't resolve names
     # of a base's module.
     plain_class = isinstance(maker, type) and not is_dataclass(maker)
     kinds = get_type_hints(maker.__init__ if plain_class else maker)
     wanted = kinds.get(name, Any)
-    if not _fitting(value, wanted):
+    if not _fits_kind(value, wanted):
         raise NotationError(
-            f"{name} is {_short(spell(value))} in {node.text}, and has to be {_spoken(wanted)}"
+            f"{name} is {_shorten_text(format_as_call(value))} in {node.source_text}, and has to "
+            f"be {_describe_kind(wanted)}"
         )
 
 
-def _fitting(value: Any, kind: Any) -> bool:
+def _fits_kind(value: Any, kind: Any) -> bool:
     """Whether a value fits an annotation, as far as can be told.
 
     The items of a tuple aren't checked. Of a protocol, only the names of its members are.
     """
     members = get_args(kind)
     if get_origin(kind) in (Union, UnionType):
-        return any(_fitting(value, member) for member in members)
+        return any(_fits_kind(value, member) for member in members)
     if get_origin(kind) is Literal:
         # The type alone: the maker has the better message for an unknown choice.
         return isinstance(value, tuple({type(member) for member in members}))
-    if kind in _KINDS:
+    if kind in _KIND_WORDS:
         accepted = (int, float) if kind is float else kind
         return isinstance(value, accepted) and not (
             isinstance(value, bool) and kind in (int, float)
@@ -434,24 +450,26 @@ def _fitting(value: Any, kind: Any) -> bool:
     names = (
         [name for name in vars(kind) if not name.startswith("_")] if isinstance(kind, type) else []
     )
-    return type(value) not in (*_KINDS, tuple, list) and all(hasattr(value, name) for name in names)
+    return type(value) not in (*_KIND_WORDS, tuple, list) and all(
+        hasattr(value, name) for name in names
+    )
 
 
-def _spoken(kind: Any) -> str:
+def _describe_kind(kind: Any) -> str:
     """Describe an annotation in words."""
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(dict.fromkeys(_spoken(part) for part in get_args(kind)))
+        return " or ".join(dict.fromkeys(_describe_kind(part) for part in get_args(kind)))
     if get_origin(kind) is Literal:
         return " or ".join(map(repr, get_args(kind)))
-    return _KINDS.get(kind, str(getattr(kind, "__name__", kind)))
+    return _KIND_WORDS.get(kind, str(getattr(kind, "__name__", kind)))
 
 
-def _segment(node: ast.expr, text: str) -> str:
+def _quote_node(node: ast.expr, text: str) -> str:
     """Quote a node as it is written in the text."""
-    return _short(ast.get_source_segment(text.strip(), node) or ast.unparse(node))
+    return _shorten_text(ast.get_source_segment(text.strip(), node) or ast.unparse(node))
 
 
-def _short(text: str, limit: int = 80) -> str:
+def _shorten_text(text: str, limit: int = 80) -> str:
     """Shorten a text to one line of limited length, for messages."""
     text = " ".join(text.split())
     return text if len(text) <= limit else f"{text[:limit]}..."

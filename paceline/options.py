@@ -122,7 +122,7 @@ HostRank = Annotated[
 SecretFile = Annotated[
     Path | None, typer.Option(help="File with the job's secret (mode 0600), the same on each host.")
 ]
-Nic = Annotated[
+Interface = Annotated[
     str | None,
     typer.Option(
         help=(
@@ -131,7 +131,7 @@ Nic = Annotated[
         )
     ),
 ]
-Dealing = Annotated[
+Placement = Annotated[
     str,
     typer.Option(help="Order of ranks over hosts: block or round-robin. The same on all hosts."),
 ]
@@ -148,7 +148,7 @@ Best = Annotated[
         help="Take the best checkpoint, not the newest, of a run that saved with a metric.",
     ),
 ]
-Measured = Annotated[Path, typer.Option("--out", help="The file to write, on the first host.")]
+MeasuredFile = Annotated[Path, typer.Option("--out", help="The file to write, on the first host.")]
 Restarts = Annotated[
     int,
     typer.Option(

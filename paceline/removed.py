@@ -13,10 +13,10 @@ from typing import Any, TypeVar, cast
 from paceline.errors import UsageError
 
 T = TypeVar("T", bound=Callable[..., Any])
-ADVICE = "_removed_options"
+ADVICE_ATTRIBUTE = "_removed_options"
 
 
-def removed(**advice: str) -> Callable[[T], T]:
+def declare_removed_options(**advice: str) -> Callable[[T], T]:
     """Refuse keyword arguments that a function, or the constructor of a class, had once.
 
     Args:
@@ -33,29 +33,29 @@ def removed(**advice: str) -> Callable[[T], T]:
         constructed = cast(Any, target)
         # A class stays the same object, with another constructor. A function gets a wrapper.
         if isinstance(target, type):
-            constructed.__init__ = _refusing(target, constructed.__init__)
+            constructed.__init__ = _wrap_refusing(target, constructed.__init__)
         else:
-            constructed = _refusing(target, target)
-        setattr(constructed, ADVICE, advice)
+            constructed = _wrap_refusing(target, target)
+        setattr(constructed, ADVICE_ATTRIBUTE, advice)
         return cast(T, constructed)
 
     return decorate
 
 
-def refuse_removed(target: Any, options: Iterable[str]) -> None:
+def refuse_removed_options(target: Any, options: Iterable[str]) -> None:
     """Raise `UsageError` if one of the options is one that `target` had once."""
-    advice = getattr(target, ADVICE, {})
+    advice = getattr(target, ADVICE_ATTRIBUTE, {})
     for option in options:
         if option in advice:
             raise UsageError(f"{target.__name__}({option}=...) was taken out: {advice[option]}")
 
 
-def _refusing(target: Any, function: Any) -> Any:
+def _wrap_refusing(target: Any, function: Any) -> Any:
     """Wrap a function so that it refuses the removed options of `target`."""
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
-        refuse_removed(target if isinstance(target, type) else call, options)
+        refuse_removed_options(target if isinstance(target, type) else call, options)
         return function(*args, **options)
 
     return call

@@ -224,31 +224,31 @@ class Timings:
     trackers: TrackerTimings = field(default_factory=TrackerTimings)
 
 
-DEFAULTS = Timings()
+DEFAULT_TIMINGS = Timings()
 
 
-def parse(text: str) -> Timings:
+def parse_timings(text: str) -> Timings:
     """Parse the timings that differ from the defaults: JSON objects by group and field.
 
     Raises `ValueError` for anything else.
     """
     given = json.loads(text)
-    groups = {each.name: getattr(DEFAULTS, each.name) for each in fields(Timings)}
+    groups = {each.name: getattr(DEFAULT_TIMINGS, each.name) for each in fields(Timings)}
     return replace(
-        DEFAULTS,
+        DEFAULT_TIMINGS,
         **{
-            name: _group(name, groups.get(name), values)
-            for name, values in _map(given, "timings").items()
+            name: _replace_fields(name, groups.get(name), values)
+            for name, values in _require_object(given, "timings").items()
         },
     )
 
 
-def _group(name: str, group: Any, given: Any) -> Any:
+def _replace_fields(name: str, group: Any, given: Any) -> Any:
     """Replace fields of one group of timings, after a check of their names and values."""
     if group is None:
         raise ValueError(f"there are no timings of {name}")
     field_names = [each.name for each in fields(group)]
-    for key, value in _map(given, name).items():
+    for key, value in _require_object(given, name).items():
         if key not in field_names:
             raise ValueError(f"there is no timing {name}.{key}")
         # The type itself is compared: a bool is an int, and no number of seconds.
@@ -257,7 +257,7 @@ def _group(name: str, group: Any, given: Any) -> Any:
     return replace(group, **given)
 
 
-def _map(value: Any, name: str) -> dict[str, Any]:
+def _require_object(value: Any, name: str) -> dict[str, Any]:
     """Raise `ValueError` if a value isn't a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{name} is {value!r}, and has to be a JSON object")

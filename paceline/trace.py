@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import Final, NamedTuple
 
 # Parts of a step, in this order everywhere.
-PARTS: Final = ("compute", "exchange", "wait", "data")
+STEP_PARTS: Final = ("compute", "exchange", "wait", "data")
 # Destinations of bytes: inside a host, and between hosts.
-SENT: Final = ("within", "between")
+DESTINATIONS: Final = ("within", "between")
 # Causes of lateness that each worker measures in a step, as seconds that don't overlap.
-MEASURED: Final = ("reading", "collection", "stolen", "paging")
+MEASURED_CAUSES: Final = ("reading", "collection", "stolen", "paging")
 
 
 class Span(NamedTuple):
@@ -32,7 +32,7 @@ class Span(NamedTuple):
     axis: str = ""
 
 
-class Served(NamedTuple):
+class ServerWork(NamedTuple):
     """The work of a server, for the timeline.
 
     `ahead` is the number of nanoseconds that its clock is ahead of rank 0's. `waiting` holds pairs
@@ -45,7 +45,7 @@ class Served(NamedTuple):
     waiting: list[tuple[int, int]]
 
 
-class _Ring:
+class _SpanRing:
     """The recorded spans, and the current step. Traces of all axes share it."""
 
     def __init__(self, capacity: int | None) -> None:
@@ -62,8 +62,8 @@ class Trace:
     def __init__(self, capacity: int | None = 20_000) -> None:
         self.counters: Counter[str] = Counter()
         self.axis = ""
-        self.kept = capacity != 0
-        self._ring = _Ring(capacity)
+        self.keeps_spans = capacity != 0
+        self._ring = _SpanRing(capacity)
 
     @property
     def step(self) -> int:
@@ -74,7 +74,7 @@ class Trace:
     def step(self, step: int) -> None:
         self._ring.step = step
 
-    def along(self, axis: str) -> Trace:
+    def copy_for_axis(self, axis: str) -> Trace:
         """Copy this trace for exchanges along one axis of the mesh.
 
         Both share counters and spans. Spans that the copy records name the axis.
@@ -83,20 +83,20 @@ class Trace:
         axis_trace.axis = axis
         return axis_trace
 
-    def record(self, name: str, kind: str, start: int, end: int) -> None:
+    def record_span(self, name: str, kind: str, start: int, end: int) -> None:
         """Record a finished span. `start` and `end` are times of `time.perf_counter_ns()`."""
         self._ring.spans.append(Span(name, kind, start, end, self._ring.step, self.axis))
 
     @contextmanager
-    def span(self, name: str, kind: str) -> Iterator[None]:
+    def measure_span(self, name: str, kind: str) -> Iterator[None]:
         """Record the time spent inside the `with` block as a span."""
         start = time.perf_counter_ns()
         try:
             yield
         finally:
-            self.record(name, kind, start, time.perf_counter_ns())
+            self.record_span(name, kind, start, time.perf_counter_ns())
 
-    def spans(self) -> list[Span]:
+    def list_spans(self) -> list[Span]:
         """List the recorded spans, oldest first."""
         return list(self._ring.spans)
 
@@ -125,14 +125,14 @@ class ComputeMeter:
     def stop(self, until: int) -> None:
         """Record that this worker computed until `until`, if it did."""
         if self.since:
-            self._trace.record("compute", "compute", self.since, until)
+            self._trace.record_span("compute", "compute", self.since, until)
             self.since = 0
 
     def end_exchange(self, where: str, started: int) -> None:
         """Record an exchange that began at `started` and ends now; computing goes on."""
         ended = self.since = time.perf_counter_ns()
         self.seconds += (ended - started) / 1e9
-        self._trace.record(where, "exchange", started, ended)
+        self._trace.record_span(where, "exchange", started, ended)
 
     def expose(self, seconds: float) -> None:
         """Count time of an exchange that was measured elsewhere."""

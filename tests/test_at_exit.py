@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.at_exit import at_exit
+from paceline.at_exit import call_at_exit
 
 
 def test_only_the_process_that_asked_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     registered, called = list[object](), list[int]()
     monkeypatch.setattr(atexit, "register", registered.append)
     monkeypatch.setattr(atexit, "unregister", registered.remove)
-    unregister = at_exit(lambda: called.append(os.getpid()))
+    unregister = call_at_exit(lambda: called.append(os.getpid()))
     (end,) = registered
     assert callable(end)
     if (child := os.fork()) == 0:

@@ -34,7 +34,7 @@ class Launcher:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> Launcher:
     stand_in = Launcher()
-    monkeypatch.setattr(launch, "run", stand_in.run)
+    monkeypatch.setattr(launch, "run_job", stand_in.run)
     monkeypatch.delenv("PACELINE_INTERFACE", raising=False)
     return stand_in
 
@@ -184,7 +184,7 @@ def test_other_errors_of_ours_end_with_1(
     def fails(job: LaunchRequest, environ: dict[str, str], watcher: object) -> int:
         raise CheckpointError("no checkpoint")
 
-    monkeypatch.setattr(launch, "run", fails)
+    monkeypatch.setattr(launch, "run_job", fails)
     assert call(monkeypatch, "run", "train.py") == 1
     assert capsys.readouterr().err == "paceline: no checkpoint\n"
 
@@ -312,7 +312,7 @@ def test_a_real_command() -> None:
 
 def test_commands_are_listed_by_need() -> None:
     listed = list(typer.main.get_command(cli.app).commands)  # type: ignore[attr-defined]
-    assert listed == list(cli.ORDER) and listed.index("run") < listed.index("bench")
+    assert listed == list(cli.COMMAND_ORDER) and listed.index("run") < listed.index("bench")
 
 
 def test_a_shell_completes_commands_and_options() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paceline.cluster import network
 from paceline.cluster.hosts.admission import MeetingPoint
-from paceline.cluster.hosts.channel import Channel, call, ready
+from paceline.cluster.hosts.channel import Channel, introduce_launcher, wait_ready
 from paceline.cluster.hosts.elastic import ElasticPeers
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.comm.rpc import RpcClient, RpcServer, derive_rpc_keys
@@ -189,7 +189,7 @@ class Attack:
         """Strangers push in: it may take more than one call."""
         while True:
             with suppress(OSError):
-                return call(
+                return introduce_launcher(
                     socket.create_connection(self._points[name], timeout=20), SECRET, "there", 20.0
                 )
 
@@ -214,20 +214,20 @@ def elastic() -> Iterator[tuple[ElasticPeers, tuple[str, int], Callable[[], None
     """A launcher of a job that survives losses, at work in a thread; its port; and what ends the
     thread.
     """
-    listening = network.listen("127.0.0.1")
+    listening = network.open_listener("127.0.0.1")
     point = ("127.0.0.1", int(listening.getsockname()[1]))
     facts = {"name": "h0", "address": point[0], "port": point[1]}
     launcher = ElasticPeers(
         0, View(1, (HostSeat(0, (10, 11), facts),), 1), {}, MeetingPoint(listening, SECRET)
     )
-    launcher.run = "[]"
+    launcher.run_facts = "[]"
     over = threading.Event()
 
     def work() -> None:
         while not over.is_set():
-            for descriptor in ready(launcher.descriptors(), 0.02):
-                launcher.hear(descriptor)
-            launcher.tick()
+            for descriptor in wait_ready(launcher.list_descriptors(), 0.02):
+                launcher.read_messages(descriptor)
+            launcher.run_timers()
 
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(work)
@@ -325,7 +325,11 @@ def test_a_job_goes_on_whatever_comes(count: int) -> None:
         assert all(torch.equal(one, other) for one, other in zip(found, alone, strict=True))
         come()  # who was waited for still gets in
         rest()
-        assert launcher.verdict is None and launcher.stopped is None and launcher.view.hosts == (0,)
+        assert (
+            launcher.verdict is None
+            and launcher.stop_request is None
+            and launcher.view.hosts == (0,)
+        )
     grown = [round((rss - before) / 1e6) for rss in most]
     assert max(grown) < 50, grown
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 
 from paceline import notation
 from paceline.cluster import mesh, topology_file
-from paceline.cluster.launcher.request import meeting_point
+from paceline.cluster.launcher.request import parse_meeting_point
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import NotationError, PacelineError, UsageError
-from paceline.formatting import choices, spell
-from paceline.notation import check, parse, prove, text
+from paceline.formatting import format_as_call, format_choices
+from paceline.notation import check_notation, format_notation, parse_notation, verify_strategy
 from paceline.observe.watch.address import WatchAddress
 from paceline.record.trackers import catalogue
 
@@ -28,7 +28,7 @@ from paceline.record.trackers import catalogue
 class Outer:
     rate: float
     momentum: float = 0.9
-    __repr__ = spell
+    __repr__ = format_as_call
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Local:
     parts: tuple[Any, ...] = ()
     bound: float = math.inf
     inner: Outer = field(default_factory=lambda: Outer(0.1))
-    __repr__ = spell
+    __repr__ = format_as_call
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Named:
     second: Any = field(default=None, kw_only=True)
     third: Any = field(kw_only=True)
     hidden: int = field(default=3, init=False)
-    __repr__ = spell
+    __repr__ = format_as_call
 
 
 class Plain:
     def __init__(self, rate: float, *, via: str = "auto") -> None:
         self.rate, self.via, self.state = rate, via, object()
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
 
 def picky(x: int) -> int:
@@ -92,7 +92,7 @@ WORDS: dict[str, str | Callable[..., Any]] = {
     ],
 )
 def test_parse(written: str, meant: object) -> None:
-    assert parse(written, WORDS) == meant
+    assert parse_notation(written, WORDS) == meant
 
 
 @pytest.mark.parametrize(
@@ -110,8 +110,8 @@ def test_parse(written: str, meant: object) -> None:
     ],
 )
 def test_repr_is_the_notation(value: object, written: str) -> None:
-    assert repr(value) == text(value, WORDS) == written
-    assert parse(written, WORDS) == value
+    assert repr(value) == format_notation(value, WORDS) == written
+    assert parse_notation(written, WORDS) == value
 
 
 WHOLE = st.integers(1 - (1 << 63), (1 << 63) - 1)
@@ -130,7 +130,7 @@ values = st.recursive(
 
 @given(values)
 def test_what_is_written_is_read_back(value: object) -> None:
-    assert parse(spell(value), WORDS) == value
+    assert parse_notation(format_as_call(value), WORDS) == value
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def test_what_is_written_is_read_back(value: object) -> None:
 )
 def test_refused(written: str, said: str) -> None:
     with pytest.raises(NotationError) as caught:
-        parse(written, WORDS)
+        parse_notation(written, WORDS)
     assert said in str(caught.value)
 
 
 def test_errors_of_a_constructor_keep_their_type() -> None:
     with pytest.raises(UsageError, match="x is negative") as caught:
-        parse("picky(-1)", WORDS)
+        parse_notation("picky(-1)", WORDS)
     assert not isinstance(caught.value, NotationError)
 
 
@@ -196,21 +196,23 @@ def test_functions_have_no_notation() -> None:
     def decide() -> None: ...
 
     assert repr(Local(outer=decide)) == "Local(outer=<function decide: no notation>)"
-    assert spell(Outer) == "<class Outer: no notation>"
+    assert format_as_call(Outer) == "<class Outer: no notation>"
     with pytest.raises(NotationError, match="no notation"):
-        text(Local(outer=decide), WORDS)
+        format_notation(Local(outer=decide), WORDS)
     with pytest.raises(NotationError, match="can't be read"):
-        parse(repr(Local(outer=decide)), WORDS)
+        parse_notation(repr(Local(outer=decide)), WORDS)
 
 
 def test_words_may_name_their_module() -> None:
-    assert str(parse("Fraction(1, 3)", WORDS)) == "1/3"
+    assert str(parse_notation("Fraction(1, 3)", WORDS)) == "1/3"
 
 
 def test_check_reads_without_making() -> None:
-    check("Local(nonsense=Outer())", WORDS)  # arguments are checked when the object is made
+    check_notation(
+        "Local(nonsense=Outer())", WORDS
+    )  # arguments are checked when the object is made
     with pytest.raises(NotationError, match="Outr is not a word"):
-        check("Local(outer=Outr())", WORDS)
+        check_notation("Local(outer=Outr())", WORDS)
 
 
 @pytest.mark.jobs
@@ -260,7 +262,7 @@ MISTAKEN = [
 @pytest.mark.parametrize(("written", "said"), MISTAKEN)
 def test_arguments_of_a_strategy_are_of_their_kind(written: str, said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        prove(written)
+        verify_strategy(written)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -319,13 +321,13 @@ def test_every_word_can_be_made() -> None:
     }
     for word in notation.VOCABULARY:
         written = f"{word}({wanted.get(word, '')})"
-        assert repr(parse(written)) == written
+        assert repr(parse_notation(written)) == written
 
 
 def test_choices() -> None:
-    assert choices("rnig", ["tree", "ring"]) == "possible: ring, tree; did you mean ring?"
-    assert choices("zzz", ["tree"]) == "possible: tree"
-    assert choices("x", []) == "there are none to choose from"
+    assert format_choices("rnig", ["tree", "ring"]) == "possible: ring, tree; did you mean ring?"
+    assert format_choices("zzz", ["tree"]) == "possible: tree"
+    assert format_choices("x", []) == "there are none to choose from"
 
 
 # Texts too long, too deep or too large
@@ -333,16 +335,16 @@ def test_choices() -> None:
 
 COUNTS = (49, 300, 5000, 50_000)
 READERS: dict[str, Callable[[str], object]] = {
-    "sync": notation.strategy,
-    "cut": notation.cuts,
-    "shares": lambda text: notation.shares(text, 2),
-    "mesh": lambda text: mesh.lay_out(
-        mesh.read(text), Topology((HostRanks("a", (0, 1), "10.0.0.1"),))
+    "sync": notation.parse_strategy,
+    "cut": notation.parse_cuts,
+    "shares": lambda text: notation.parse_shares(text, 2),
+    "mesh": lambda text: mesh.lay_out_mesh(
+        mesh.parse_mesh(text), Topology((HostRanks("a", (0, 1), "10.0.0.1"),))
     ),
-    "join": meeting_point,
+    "join": parse_meeting_point,
     "watch": lambda text: WatchAddress.parse_address(text, "--watch"),
     "report-to": lambda text: catalogue.make_trackers(catalogue.parse_trackers(text)),
-    "cluster.json": topology_file.load,
+    "cluster.json": topology_file.parse_topology,
 }
 
 

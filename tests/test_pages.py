@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from paceline import lab
-from paceline.lab.kernel import missing
+from paceline.lab.kernel import find_missing
 from tests.harness import documents as pages
 from tests.harness import nursery
 from tests.harness.documents import PAGES, Block
@@ -254,7 +254,7 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.skipif(bool(find_missing()), reason=find_missing())
 @pytest.mark.parametrize("page", with_blocks(of_lab=True))
 def test_blocks_run_in_a_lab(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with jobs(tmp_path) as started:

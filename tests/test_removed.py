@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import paceline as pl
-from paceline.notation import parse
+from paceline.notation import parse_notation
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_a_parameter_server_says_what_to_do_instead(options: dict[str, Any], adv
         pl.ParameterServer(**options)
     text = ", ".join(f"{name}={value!r}" for name, value in options.items())
     with pytest.raises(pl.UsageError, match=advice):
-        parse(f"ParameterServer({text})")
+        parse_notation(f"ParameterServer({text})")
 
 
 def test_prepare_says_what_to_do_instead() -> None:

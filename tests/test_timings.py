@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.discover import discover, timings
+from paceline.cluster.discover import discover_place, read_timings
 from paceline.errors import PlaceError
-from paceline.timings import DEFAULTS, Timings, parse
+from paceline.timings import DEFAULT_TIMINGS, Timings, parse_timings
 from tests.harness.sources import TOGETHER, Parsed, parsed
 
 PACKAGE = Path(__file__).parent.parent / "paceline"
-SECONDS = asdict(DEFAULTS)
+SECONDS = asdict(DEFAULT_TIMINGS)
 # modules with seconds of their own: why those are no timings of a job
 ELSEWHERE: dict[str, str] = {
     "cluster/control/progress.py": "a worker that somebody holds by hand",
@@ -38,7 +38,7 @@ ELSEWHERE: dict[str, str] = {
 
 
 def test_what_waits_is_more_patient_than_what_it_waits_for() -> None:
-    t = DEFAULTS
+    t = DEFAULT_TIMINGS
     assert (
         t.membership.silence > 4 * t.membership.beat
         and t.rendezvous.silence > 4 * t.rendezvous.beat
@@ -57,13 +57,15 @@ def test_what_waits_is_more_patient_than_what_it_waits_for() -> None:
 @pytest.mark.parametrize("group", SECONDS)
 def test_what_differs_is_read_from_the_environment(group: str) -> None:
     for name, seconds in SECONDS[group].items():
-        found = timings({"PACELINE_TIMINGS": json.dumps({group: {name: seconds / 2}})})
+        found = read_timings({"PACELINE_TIMINGS": json.dumps({group: {name: seconds / 2}})})
         assert asdict(found) == {**SECONDS, group: {**SECONDS[group], name: seconds / 2}}
 
 
 def test_workers_have_those_of_their_environment() -> None:
-    assert discover({}).timings == timings({}) == DEFAULTS
-    assert discover({"PACELINE_TIMINGS": '{"recovery": {"view": 1}}'}).timings.recovery.view == 1
+    assert discover_place({}).timings == read_timings({}) == DEFAULT_TIMINGS
+    assert (
+        discover_place({"PACELINE_TIMINGS": '{"recovery": {"view": 1}}'}).timings.recovery.view == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,9 +87,9 @@ def test_workers_have_those_of_their_environment() -> None:
 )
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
-        parse(text)
+        parse_timings(text)
     with pytest.raises(PlaceError, match="PACELINE_TIMINGS"):
-        discover({"PACELINE_TIMINGS": text})
+        discover_place({"PACELINE_TIMINGS": text})
 
 
 def test_seconds_are_kept_in_one_place() -> None:
@@ -193,6 +195,8 @@ def test_a_call_without_timings_is_seen() -> None:
 def test_every_timing_says_what_it_is() -> None:
     lines = (PACKAGE / "timings.py").read_text().splitlines()
     given = [number for number, line in enumerate(lines) if re.match(r"    \w+: float = ", line)]
-    assert len(given) == sum(len(fields(getattr(DEFAULTS, each.name))) for each in fields(Timings))
+    assert len(given) == sum(
+        len(fields(getattr(DEFAULT_TIMINGS, each.name))) for each in fields(Timings)
+    )
     explained = {n for n in given if "  # " in lines[n] or lines[n - 1].startswith("    # ")}
     assert [lines[number] for number in given if number not in explained] == []

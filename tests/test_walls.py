@@ -24,13 +24,16 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "CheckpointSaver": "TODO",
     "Cluster": "has a method for each thing of a lab that can be changed",
     "CompressedExchange": "has a route for each kind of codec",
+    "ControlSegment": "TODO",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
+    "ModelCuts": "TODO",
     "PipelinedModel": "TODO",
     "Prepared": "has a list for each kind of object of a script",
     "Recovery": "follows a loss from its first sign to the next step",
     "Run": "has every public method",
     "Supervisor": "starts workers, watches them and ends them",
-    "_Assembly": "builds all parts of a run, in one order",
+    "TableRpc": "TODO",
+    "_RunAssembly": "TODO",
 }
 # attributes of torch's, numpy's and zmq's objects that are there to be assigned
 THEIRS = {"grad", "data", "weight", "state", "linger"}

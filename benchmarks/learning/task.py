@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler, Subset
 
-from paceline.apps import text
+from paceline.apps import source_text
 from paceline.apps.gpt import GPT, SMALL, GPTShape, next_token_loss
 
 SHAPES = {"gpt-0.9m": SMALL, "gpt-3.5m": GPTShape(d=256, layers=4)}
@@ -95,7 +95,7 @@ class Task:
         torch.set_num_threads(1)
         self.options = options
         shape = SHAPES[options.model]
-        train, validation = text.datasets(shape.context)
+        train, validation = source_text.make_datasets(shape.context)
         chance = torch.Generator().manual_seed(options.seed)
         rows = torch.randperm(len(train), generator=chance)
         whole = options.steps * options.batch

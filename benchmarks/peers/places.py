@@ -140,7 +140,7 @@ class Lab:
         """
         doors = []
         for host in self.hosts:
-            door = shlex.join(self._cluster.door(host.number)).replace(
+            door = shlex.join(self._cluster.entry_command(host.number)).replace(
                 "/proc/self/", f"/proc/{os.getpid()}/"
             )
             doors.append(

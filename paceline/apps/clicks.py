@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.servers.process.row_optimizers import initial, mix
+from paceline.servers.process.row_optimizers import make_initial_values, mix_bits
 
-NUMBERS = 8  # of a sample
-HIDDEN = 4  # dims of an id's vector
+NUMBER_FEATURES = 8  # of a sample
+HIDDEN_DIM = 4  # dims of an id's vector
 
 
-class Batch(NamedTuple):
+class ClickBatch(NamedTuple):
     """`numbers` (samples, NUMBERS), `ids` (samples, tables, ids of a bag), `clicked` (samples)
     of 0 and 1.
     """
@@ -47,28 +47,33 @@ class ClickLog:
     rows: int = 100_000
     bag: int = 2
 
-    def read(self, samples: Tensor) -> Batch:
+    def read_samples(self, samples: Tensor) -> ClickBatch:
         """Make the samples of these numbers (int64)."""
-        numbers = initial(samples, NUMBERS, torch.float64, seed=1, std=1.0)
-        ids = self._ids(samples)
-        chance = _uniform(mix(samples.numpy().astype(np.uint64) + np.uint64(3 << 40)))
-        clicked = torch.from_numpy(chance) < self._logit(numbers, ids).sigmoid()
-        return Batch(numbers.float(), ids, clicked.float())
+        numbers = make_initial_values(samples, NUMBER_FEATURES, torch.float64, seed=1, std=1.0)
+        ids = self._draw_ids(samples)
+        chance = _make_uniform(mix_bits(samples.numpy().astype(np.uint64) + np.uint64(3 << 40)))
+        clicked = torch.from_numpy(chance) < self._compute_logits(numbers, ids).sigmoid()
+        return ClickBatch(numbers.float(), ids, clicked.float())
 
-    def _ids(self, samples: Tensor) -> Tensor:
+    def _draw_ids(self, samples: Tensor) -> Tensor:
         """Draw ids log-uniformly: as often below the square root of `rows` as above."""
         width = self.tables * self.bag
         places = samples.numpy().astype(np.uint64)[:, None] * np.uint64(width) + np.arange(
             width, dtype=np.uint64
         )
-        drawn = np.exp(_uniform(mix(places + np.uint64(2 << 40))) * math.log(self.rows + 1)) - 1
+        drawn = (
+            np.exp(_make_uniform(mix_bits(places + np.uint64(2 << 40))) * math.log(self.rows + 1))
+            - 1
+        )
         return torch.from_numpy(drawn.astype(np.int64).clip(0, self.rows - 1)).view(
             -1, self.tables, self.bag
         )
 
-    def _logit(self, numbers: Tensor, ids: Tensor) -> Tensor:
+    def _compute_logits(self, numbers: Tensor, ids: Tensor) -> Tensor:
         hidden = [
-            initial(ids[:, table].reshape(-1), 1 + HIDDEN, torch.float64, seed=100 + table, std=1.0)
+            make_initial_values(
+                ids[:, table].reshape(-1), 1 + HIDDEN_DIM, torch.float64, seed=100 + table, std=1.0
+            )
             .view(len(ids), self.bag, -1)
             .mean(1)
             for table in range(self.tables)
@@ -78,7 +83,7 @@ class ClickLog:
         return logit + (torch.stack(pairs).mean(0) if pairs else 0)
 
 
-class Clicks(Dataset[Any]):
+class ClickSamples(Dataset[Any]):
     """`count` samples of a log from `first` on, read by the batch."""
 
     def __init__(self, log: ClickLog, first: int, count: int) -> None:
@@ -87,25 +92,25 @@ class Clicks(Dataset[Any]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitems__(self, indices: Sequence[int]) -> Batch:
+    def __getitems__(self, indices: Sequence[int]) -> ClickBatch:
         """Make all samples of a batch at once."""
-        return self._log.read(torch.tensor(indices, dtype=torch.int64) + self._first)
+        return self._log.read_samples(torch.tensor(indices, dtype=torch.int64) + self._first)
 
-    def loader(self, batch: int) -> DataLoader[Batch]:
+    def make_loader(self, batch: int) -> DataLoader[ClickBatch]:
         """Make a DataLoader in the order of the log."""
-        return DataLoader(self, batch, collate_fn=_as_read)
+        return DataLoader(self, batch, collate_fn=_keep_batch)
 
 
-def _as_read(batch: Any) -> Any:
+def _keep_batch(batch: Any) -> Any:
     return batch
 
 
-def _uniform(words: Any) -> Any:
+def _make_uniform(words: Any) -> Any:
     """Make numbers from 0 to 1 out of 64 bits each."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def auc(scores: Tensor, clicked: Tensor) -> float:
+def compute_auc(scores: Tensor, clicked: Tensor) -> float:
     """Return the area under the ROC curve: how often a clicked sample scores higher than one
     that isn't; ties count half.
     """

@@ -25,17 +25,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.apps import load
+from paceline.apps import machine_load
 from paceline.cluster import mesh
 from paceline.cluster.launcher.request import LaunchRequest
-from paceline.cluster.machine import allowed, cores
+from paceline.cluster.machine import count_affinity_cores, count_cores
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
-from paceline.formatting import counted
+from paceline.formatting import format_count
 
 SCRIPT = Path(__file__).with_name("pretrain.py")
 SLOW_STEPS = 20
-EXACT, SMALLER = "AllReduce()", "LocalSGD(every=10, codec=int8())"
+EXACT_SYNC, COMPRESSED_SYNC = "AllReduce()", "LocalSGD(every=10, codec=int8())"
 SLOW_LINK = """
 name = "slow-link"
 [all]
@@ -43,10 +43,12 @@ bandwidth = "50mbit"
 [[host]]
 [[host]]
 """
-SAME = 1e-3  # losses that differ by less are the same: sums of another order round differently
-Launch = Callable[[LaunchRequest], int]  # starts a job, and returns its exit code
+LOSS_TOLERANCE = (
+    1e-3  # losses that differ by less are the same: sums of another order round differently
+)
+LaunchJob = Callable[[LaunchRequest], int]  # starts a job, and returns its exit code
 # Runs `paceline lab` with these words.
-Lab = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+RunLab = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 
 def run_lab(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -88,9 +90,9 @@ class DemoPlan:
             )
         everyone = Topology((HostRanks("here", tuple(range(self.workers)), "127.0.0.1"),))
         for text in self.meshes:  # before the first run, rather than after some minutes
-            mesh.choose(text, everyone, survives=False)
+            mesh.choose_mesh(text, everyone, survives=False)
 
-    def arguments(self, name: str, steps: int, *more: str) -> tuple[str, ...]:
+    def make_arguments(self, name: str, steps: int, *more: str) -> tuple[str, ...]:
         """Return the arguments of the script for a run with this name."""
         text = ("--text", str(self.text)) if self.text else ()
         whole = str(max(self.steps, steps))
@@ -128,12 +130,12 @@ class _RunFailed(Exception):
         self.code = code
 
 
-def demo(
+def run_demo(
     plan: DemoPlan,
-    launch: Launch,
+    launch: LaunchJob,
     console: Console,
-    clocks: Callable[[], load.ClockReading | None] = load.read,
-    lab: Lab = run_lab,
+    clocks: Callable[[], machine_load.ClockReading | None] = machine_load.read_clocks,
+    lab: RunLab = run_lab,
 ) -> int:
     """Make all runs, and print a table and what was seen.
 
@@ -149,20 +151,26 @@ def demo(
     """
     last = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
-        outcomes = compare(plan, last, launch, console, clocks)
+        outcomes = compare_worker_counts(plan, last, launch, console, clocks)
         killed = lose_worker(plan, last, launch, console)
         slow = cross_slow_link(plan, last, console, lab)
     except _RunFailed as failed:
         return failed.code
-    console.print(table(outcomes) if plan.text is None else table(outcomes, str(plan.text)))
-    if disturbed(outcomes):
-        console.print(busy(outcomes), style="bold", soft_wrap=True)
+    console.print(
+        make_table(outcomes) if plan.text is None else make_table(outcomes, str(plan.text))
+    )
+    if is_disturbed(outcomes):
+        console.print(describe_busy_machine(outcomes), style="bold", soft_wrap=True)
     elif plan.meshes:
-        console.print(fastest(outcomes), style="bold", soft_wrap=True)
+        console.print(describe_fastest(outcomes), style="bold", soft_wrap=True)
     console.print("A sample of what it has learned to write:\n", style="bold")
     console.print(Text(outcomes[2].sample), soft_wrap=True)
     console.print("\nWhat you have seen:\n", style="bold")
-    for sentence in (say_same(outcomes), say_survived(outcomes[0], killed), say_slow(slow)):
+    for sentence in (
+        describe_same_losses(outcomes),
+        describe_survival(outcomes[0], killed),
+        describe_slow_link(slow),
+    ):
         console.print(Text(f"- {sentence}"), soft_wrap=True)
     console.print(f"\nWhere the time went: paceline report {plan.folder}/{last}", soft_wrap=True)
     console.print(
@@ -174,22 +182,22 @@ def demo(
     return 0
 
 
-def compare(
+def compare_worker_counts(
     plan: DemoPlan,
     last: str,
-    launch: Launch,
+    launch: LaunchJob,
     console: Console,
-    clocks: Callable[[], load.ClockReading | None],
+    clocks: Callable[[], machine_load.ClockReading | None],
 ) -> list[DemoOutcome]:
     """Train alone, alone with all cores, with all workers, and in each mesh."""
     # threads of each worker, and of the one that is compared with them
-    share = max(1, cores() // plan.workers)
+    share = max(1, count_cores() // plan.workers)
     whole = share * plan.workers
     runs: list[tuple[str, str, int, int, int, str | None]] = [
-        (f"1 worker, {counted(share, 'core')}", f"{last}-alone", 1, share, plan.alone, None),
-        (f"1 worker, {counted(whole, 'core')}", f"{last}-whole", 1, whole, plan.alone, None),
+        (f"1 worker, {format_count(share, 'core')}", f"{last}-alone", 1, share, plan.alone, None),
+        (f"1 worker, {format_count(whole, 'core')}", f"{last}-whole", 1, whole, plan.alone, None),
         (
-            f"{plan.workers} workers, {counted(share, 'core')} each",
+            f"{plan.workers} workers, {format_count(share, 'core')} each",
             last,
             plan.workers,
             share,
@@ -211,31 +219,36 @@ def compare(
     outcomes = []
     for title, name, workers, threads, steps, axes in runs:
         console.print(f"\n{title}: {steps} steps", style="bold")
-        arguments = plan.arguments(name, steps, *(() if name == last else ("--brief",)))
+        arguments = plan.make_arguments(name, steps, *(() if name == last else ("--brief",)))
         before = clocks()
-        start(launch, LaunchRequest(str(SCRIPT), arguments, workers, threads=threads, mesh=axes))
+        run_or_fail(
+            launch, LaunchRequest(str(SCRIPT), arguments, workers, threads=threads, mesh=axes)
+        )
         outcomes.append(
-            replace(collect(Path(plan.folder) / name, title), others=load.others(before, clocks()))
+            replace(
+                read_outcome(Path(plan.folder) / name, title),
+                others=machine_load.compute_other_load(before, clocks()),
+            )
         )
     return outcomes
 
 
-def lose_worker(plan: DemoPlan, last: str, launch: Launch, console: Console) -> DemoOutcome:
+def lose_worker(plan: DemoPlan, last: str, launch: LaunchJob, console: Console) -> DemoOutcome:
     """Train the first steps with all workers; the last of them is killed after half of the
     steps.
     """
     name, title = f"{last}-killed", f"{plan.workers} workers, one of which is killed"
     console.print(f"\n{title}: {plan.alone} steps", style="bold")
-    arguments = plan.arguments(name, plan.alone, "--brief", "--kill", str(plan.alone // 2))
-    threads = max(1, cores() // plan.workers)
-    start(
+    arguments = plan.make_arguments(name, plan.alone, "--brief", "--kill", str(plan.alone // 2))
+    threads = max(1, count_cores() // plan.workers)
+    run_or_fail(
         launch, LaunchRequest(str(SCRIPT), arguments, plan.workers, threads=threads, min_workers=1)
     )
-    return collect(Path(plan.folder) / name, title)
+    return read_outcome(Path(plan.folder) / name, title)
 
 
 def cross_slow_link(
-    plan: DemoPlan, last: str, console: Console, lab: Lab
+    plan: DemoPlan, last: str, console: Console, lab: RunLab
 ) -> tuple[DemoOutcome, DemoOutcome] | str:
     """Train on two hosts of a lab, exact and with little sent; return why not if there is no
     lab.
@@ -249,49 +262,49 @@ def cross_slow_link(
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
         description = Path(folder) / "slow-link.toml"
         description.write_text(SLOW_LINK)
-        for kind, sync in (("exact", EXACT), ("smaller", SMALLER)):
+        for kind, sync in (("exact", EXACT_SYNC), ("smaller", COMPRESSED_SYNC)):
             console.print(
                 f"\n2 hosts, a link of 50 Mbit/s, {sync}: {SLOW_STEPS} steps", style="bold"
             )
-            arguments = plan.arguments(f"{last}-{kind}", SLOW_STEPS, "--brief")
+            arguments = plan.make_arguments(f"{last}-{kind}", SLOW_STEPS, "--brief")
             code = lab(
                 ["run", "--sync", sync, str(description), str(SCRIPT), *arguments]
             ).returncode
             if code:
                 raise _RunFailed(code)
-            outcomes.append(collect(Path(plan.folder) / f"{last}-{kind}", sync))
+            outcomes.append(read_outcome(Path(plan.folder) / f"{last}-{kind}", sync))
     return outcomes[0], outcomes[1]
 
 
-def start(launch: Launch, request: LaunchRequest) -> None:
+def run_or_fail(launch: LaunchJob, request: LaunchRequest) -> None:
     """Run a job; raise `_RunFailed` if it fails."""
     code = launch(request)
     if code:
         raise _RunFailed(code)
 
 
-def say_same(outcomes: Sequence[DemoOutcome]) -> str:
+def describe_same_losses(outcomes: Sequence[DemoOutcome]) -> str:
     """Say whether one worker and several had the same losses."""
     alone, several = outcomes[0], outcomes[2]
-    difference = apart(alone.losses, several.losses)
-    verb = "have the same losses as" if difference < SAME else "DON'T have the losses of"
+    difference = compute_difference(alone.losses, several.losses)
+    verb = "have the same losses as" if difference < LOSS_TOLERANCE else "DON'T have the losses of"
     return (
-        f"{counted(several.summary['workers'], 'worker')} {verb} one "
+        f"{format_count(several.summary['workers'], 'worker')} {verb} one "
         f"worker ({difference:.1e} apart "
         f"at most in {len(alone.losses)} steps), and the script names no number of workers."
     )
 
 
-def say_survived(alone: DemoOutcome, killed: DemoOutcome) -> str:
+def describe_survival(alone: DemoOutcome, killed: DemoOutcome) -> str:
     """Say what became of the run whose worker was killed.
 
     Losses are compared after its end: what it had logged of its last steps, and not yet told the
     others, went with it.
     """
     step = len(alone.losses) // 2
-    difference = apart(alone.losses[step:], killed.losses[step:])
+    difference = compute_difference(alone.losses[step:], killed.losses[step:])
     counts = f"{killed.summary['samples']:,} of {alone.summary['samples']:,} samples"
-    verb = "are the same as" if difference < SAME else "are NOT the same as"
+    verb = "are the same as" if difference < LOSS_TOLERANCE else "are NOT the same as"
     return (
         f"A worker was killed (SIGKILL) after {step} steps, "
         f"and the others went on at once: {counts} "
@@ -300,7 +313,7 @@ def say_survived(alone: DemoOutcome, killed: DemoOutcome) -> str:
     )
 
 
-def say_slow(slow: tuple[DemoOutcome, DemoOutcome] | str) -> str:
+def describe_slow_link(slow: tuple[DemoOutcome, DemoOutcome] | str) -> str:
     """Compare the runs over a slow link, or say why there are none."""
     if isinstance(slow, str):
         return f"The slow link is left out, as this machine can't build a lab ({slow})."
@@ -315,17 +328,19 @@ def say_slow(slow: tuple[DemoOutcome, DemoOutcome] | str) -> str:
     )
 
 
-def disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
+def is_disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
     """Whether other programs took so much of the processors that speeds can't be compared."""
-    return load.crowded(max(outcome.others for outcome in outcomes), cores(), allowed())
+    return machine_load.is_crowded(
+        max(outcome.others for outcome in outcomes), count_cores(), count_affinity_cores()
+    )
 
 
-def busy(outcomes: Sequence[DemoOutcome]) -> str:
+def describe_busy_machine(outcomes: Sequence[DemoOutcome]) -> str:
     """Return the remark for speeds that can't be compared."""
     most = max(outcomes, key=lambda outcome: outcome.others)
     used = (
         f"beside '{most.title}' other programs used {most.others:.1f} of "
-        f"{counted(allowed(), 'core')}"
+        f"{format_count(count_affinity_cores(), 'core')}"
     )
     return (
         f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. "
@@ -333,7 +348,7 @@ def busy(outcomes: Sequence[DemoOutcome]) -> str:
     )
 
 
-def fastest(outcomes: Sequence[DemoOutcome]) -> str:
+def describe_fastest(outcomes: Sequence[DemoOutcome]) -> str:
     """Say which of the outcomes is of the fastest run, and how much faster it was than the
     others.
     """
@@ -348,7 +363,7 @@ def fastest(outcomes: Sequence[DemoOutcome]) -> str:
     return f"The fastest here was '{first.title}', with {speed:,.0f} samples/s: {behind}.\n"
 
 
-def collect(folder: Path, title: str) -> DemoOutcome:
+def read_outcome(folder: Path, title: str) -> DemoOutcome:
     """Read the results in a run folder of the demo."""
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "loss" in line]
@@ -361,9 +376,11 @@ def collect(folder: Path, title: str) -> DemoOutcome:
     )
 
 
-def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's sources") -> Table:
+def make_table(
+    outcomes: Sequence[DemoOutcome], source: str = "the standard library's sources"
+) -> Table:
     """Compare the outcomes side by side; speed-up and losses are relative to the first."""
-    base, quiet = outcomes[0], not disturbed(outcomes)
+    base, quiet = outcomes[0], not is_disturbed(outcomes)
     whole = Table(
         title=f"\npaceline demo: a GPT of 0.9 M parameters on {source}", title_justify="left"
     )
@@ -372,17 +389,17 @@ def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's
         whole.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)
     rows: list[tuple[str, Callable[[DemoOutcome], str]]] = [
         ("steps", lambda o: f"{len(o.losses)}"),
-        ("train loss, first 10 steps", lambda o: f"{mean(o.losses[:10]):.3f}"),
-        ("train loss, last 10 steps", lambda o: f"{mean(o.losses[-10:]):.3f}"),
+        ("train loss, first 10 steps", lambda o: f"{compute_mean(o.losses[:10]):.3f}"),
+        ("train loss, last 10 steps", lambda o: f"{compute_mean(o.losses[-10:]):.3f}"),
         ("validation loss, start", lambda o: f"{o.validation[0]:.3f}" if o.validation else ""),
         ("validation loss, end", lambda o: f"{o.validation[1]:.3f}" if o.validation else ""),
         (
             "largest difference, 20 steps",
-            lambda o: "" if o is base else f"{apart(o.losses[:20], base.losses):.1e}",
+            lambda o: "" if o is base else f"{compute_difference(o.losses[:20], base.losses):.1e}",
         ),
         (
             f"largest difference, {len(base.losses)} steps",
-            lambda o: "" if o is base else f"{apart(o.losses, base.losses):.1e}",
+            lambda o: "" if o is base else f"{compute_difference(o.losses, base.losses):.1e}",
         ),
         ("samples/s", lambda o: f"{o.summary['samples_per_second']:,.0f}"),
         (
@@ -394,32 +411,32 @@ def table(outcomes: Sequence[DemoOutcome], source: str = "the standard library's
             ),
         ),
         *(
-            (f"step, {part}", lambda o, part=part: milliseconds(o, part))
+            (f"step, {part}", lambda o, part=part: format_milliseconds(o, part))
             for part in ("compute", "exchange", "wait", "data")
         ),
-        ("sent in a step, within hosts", lambda o: megabytes(o, "within")),
-        ("sent in a step, between hosts", lambda o: megabytes(o, "between")),
+        ("sent in a step, within hosts", lambda o: format_megabytes(o, "within")),
+        ("sent in a step, between hosts", lambda o: format_megabytes(o, "between")),
     ]
     for label, cell in rows:
         whole.add_row(label, *(cell(outcome) for outcome in outcomes))
     return whole
 
 
-def mean(values: Sequence[float]) -> float:
+def compute_mean(values: Sequence[float]) -> float:
     """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 
-def apart(one: Sequence[float], other: Sequence[float]) -> float:
+def compute_difference(one: Sequence[float], other: Sequence[float]) -> float:
     """Return the largest difference between two curves, over the steps that both have."""
     return max(abs(a - b) for a, b in zip(one, other, strict=False))
 
 
-def milliseconds(outcome: DemoOutcome, part: str) -> str:
+def format_milliseconds(outcome: DemoOutcome, part: str) -> str:
     """Return the time of a part of a step, in words."""
     return f"{outcome.summary['step_seconds'][part] * 1e3:.1f} ms"
 
 
-def megabytes(outcome: DemoOutcome, where: str) -> str:
+def format_megabytes(outcome: DemoOutcome, where: str) -> str:
     """Return the bytes that one step sent, in words."""
     return f"{outcome.summary['bytes_sent'][where] / 1e6:.2f} MB"

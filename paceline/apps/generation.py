@@ -25,7 +25,7 @@ from torch import Generator, Tensor
 import paceline as pl
 from paceline.apps.gpt import GPT
 from paceline.errors import PacelineError, UsageError
-from paceline.formatting import counted
+from paceline.formatting import format_count
 
 BYTES = 256  # the vocabulary of models that read and write text byte by byte
 
@@ -45,7 +45,7 @@ class Sampling:
                 f"temperature={self.temperature:g}: give 0 (always the likeliest token) or more"
             )
 
-    def pick(self, logits: Tensor, chance: Generator) -> Tensor:
+    def pick_token(self, logits: Tensor, chance: Generator) -> Tensor:
         """Draw one token by the logits of all, a tensor of one dimension; the token is one of
         one element.
         """
@@ -56,7 +56,7 @@ class Sampling:
         )
 
 
-def generate(
+def generate_tokens(
     run: pl.Run, model: GPT, prompt: Sequence[int], count: int, sampling: Sampling
 ) -> Iterator[int]:
     """Yield `count` tokens that go on from those of `prompt`, on all workers the same.
@@ -69,15 +69,15 @@ def generate(
         raise UsageError("the prompt is empty: give one token or more to go on from")
     tokens, context = list(prompt), model.shape.context
     chance = Generator(run.device).manual_seed(sampling.seed)
-    with model.caching() as cache:
+    with model.cache_tokens() as cache:
         for _ in range(count):
             if len(tokens) > context:
                 cache.clear()
             fresh = tokens[cache.length :] if len(tokens) <= context else tokens[-context:]
             logits = run.forward(model, torch.tensor([fresh], device=run.device))[0, -1]
-            cache.took(len(fresh))
+            cache.count_tokens(len(fresh))
             token = (
-                sampling.pick(logits, chance)
+                sampling.pick_token(logits, chance)
                 if run.is_first
                 else torch.zeros(1, dtype=torch.int64, device=run.device)
             )
@@ -113,7 +113,7 @@ def main() -> None:
         letters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         write(options.prompt)
         began = time.perf_counter()
-        for token in generate(run, model, options.prompt.encode(), options.tokens, sampling):
+        for token in generate_tokens(run, model, options.prompt.encode(), options.tokens, sampling):
             write(letters.decode(bytes([token])))
             sys.stdout.flush()
         write(letters.decode(b"", final=True) + "\n")
@@ -121,10 +121,12 @@ def main() -> None:
         if run.is_first:
             seconds = time.perf_counter() - began
             where = (
-                f"{counted(run.size, 'worker')}, mesh {run.mesh}" if run.size > 1 else "1 worker"
+                f"{format_count(run.size, 'worker')}, mesh {run.mesh}"
+                if run.size > 1
+                else "1 worker"
             )
             text = (
-                f"paceline: {counted(options.tokens, 'token')} in {seconds:.2f} s, "
+                f"paceline: {format_count(options.tokens, 'token')} in {seconds:.2f} s, "
                 f"{options.tokens / seconds:.0f} a second ({where})"
             )
             print(text, file=sys.stderr, flush=True)

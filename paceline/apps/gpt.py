@@ -31,7 +31,7 @@ class GPTShape:
     tied: bool = False
 
 
-LARGEST = 1 << 32  # parameters of a model that a file describes
+MAX_PARAMETERS = 1 << 32  # parameters of a model that a file describes
 SMALL = GPTShape()  # 0.9 M parameters
 MEDIUM = GPTShape(d=512, layers=6, heads=8)  # 19 M parameters
 
@@ -46,44 +46,49 @@ class KeyValueCache:
     def __init__(self, context: int) -> None:
         self.length = 0  # tokens that all layers have
         self._context = context
-        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._extended: set[nn.Module] = set()  # since tokens were counted
+        self._layer_tensors: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._extended_layers: set[nn.Module] = set()  # since tokens were counted
 
-    def extend(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def extend_layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add those of new tokens to what a layer has, and return all of them."""
-        if layer not in self._kept or (
+        if layer not in self._layer_tensors or (
             not self.length
-            and layer not in self._extended
-            and len(self._kept[layer][0]) != len(keys)
+            and layer not in self._extended_layers
+            and len(self._layer_tensors[layer][0]) != len(keys)
         ):
             empty = (*keys.shape[:2], self._context, keys.shape[3])
-            self._kept[layer] = keys.new_empty(empty), values.new_empty(empty)
+            self._layer_tensors[layer] = keys.new_empty(empty), values.new_empty(empty)
         stop = self.length + keys.shape[2]
-        if layer not in self._extended and len(self._kept[layer][0]) != len(keys):
+        if layer not in self._extended_layers and len(self._layer_tensors[layer][0]) != len(keys):
             raise pl.UsageError(
-                f"{len(self._kept[layer][0])} rows have tokens so far, and {len(keys)} came: "
+                f"{len(self._layer_tensors[layer][0])} rows have tokens so far, and {len(keys)} "
+                "came: "
                 "call clear() before others come"
             )
-        for kept, new in zip(self._kept[layer], (keys, values), strict=True):
-            if layer in self._extended and not torch.equal(kept[:, :, self.length : stop], new):
+        for kept, new in zip(self._layer_tensors[layer], (keys, values), strict=True):
+            if layer in self._extended_layers and not torch.equal(
+                kept[:, :, self.length : stop], new
+            ):
                 raise pl.UsageError(
                     "layers were called with other rows before tokens were counted (micro-batches "
                     "of a pipeline): give one row at a time "
                     "to a GPT that keeps keys and values over stages"
                 )
             kept[:, :, self.length : stop] = new
-        self._extended.add(layer)
-        return self._kept[layer][0][:, :, :stop], self._kept[layer][1][:, :, :stop]
+        self._extended_layers.add(layer)
+        return self._layer_tensors[layer][0][:, :, :stop], self._layer_tensors[layer][1][
+            :, :, :stop
+        ]
 
-    def took(self, count: int) -> None:
+    def count_tokens(self, count: int) -> None:
         """Count tokens that all layers have been given."""
         self.length += count
-        self._extended.clear()
+        self._extended_layers.clear()
 
     def clear(self) -> None:
         """Forget all tokens."""
         self.length = 0
-        self._extended.clear()
+        self._extended_layers.clear()
 
 
 class Positions(nn.Embedding):
@@ -97,7 +102,7 @@ class Positions(nn.Embedding):
         return super().forward(input if self.cache is None else input + self.cache.length)
 
 
-def draw(layer: nn.Linear | nn.Embedding, *, added: int = 0) -> None:
+def draw_weights(layer: nn.Linear | nn.Embedding, *, added: int = 0) -> None:
     """Draw the weights of a layer, smaller ones where it is one of the two of each of `added`
     blocks that add to the residual stream.
     """
@@ -118,20 +123,20 @@ class Attention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw the weights."""
-        draw(self.qkv)
-        draw(self.out, added=self.layers)
+        draw_weights(self.qkv)
+        draw_weights(self.out, added=self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if self.cache is not None:
-            return self._continued(q, *self.cache.extend(self, k, v))
+            return self._attend_cached(q, *self.cache.extend_layer(self, k, v))
         mixed = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
-    def _continued(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Let the newest tokens, whose queries are `q`, look at all so far, whose keys and
         values are `k` and `v`.
         """
@@ -160,8 +165,8 @@ class Block(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the weights, those of the attention first."""
         self.attention.reset_parameters()
-        draw(self.up)
-        draw(self.down, added=self.layers)
+        draw_weights(self.up)
+        draw_weights(self.down, added=self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.before_attention(x)))
@@ -199,18 +204,18 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(shape.d)
         self.head = nn.Linear(shape.d, shape.vocab, bias=False)
-        draw(self.tokens)
-        draw(self.positions)
+        draw_weights(self.tokens)
+        draw_weights(self.positions)
         for block in blocks:
             block.reset_parameters()
-        draw(self.head)
+        draw_weights(self.head)
         if shape.tied:
             self.head.weight = self.tokens.weight
 
     def reset_parameters(self) -> None:
         """Draw the weights that are in no block; each block draws its own."""
         for layer in (self.tokens, self.positions, self.head):
-            draw(layer)
+            draw_weights(layer)
 
     def forward(self, x: Tensor) -> Tensor:
         here = torch.arange(x.shape[1], device=x.device)
@@ -218,7 +223,7 @@ class GPT(nn.Module):
         return logits
 
     @contextlib.contextmanager
-    def caching(self) -> Iterator[KeyValueCache]:
+    def cache_tokens(self) -> Iterator[KeyValueCache]:
         """Keep keys and values inside of the block: a call there goes on from the tokens that
         the cache `took`, in eval mode.
         """
@@ -233,7 +238,7 @@ class GPT(nn.Module):
                 layer.cache = None
 
 
-def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
+def make_builder(fields: Mapping[str, Any]) -> Callable[[], GPT]:
     """Make a function that builds the GPT of these fields of a `GPTShape`, as a run's folder has
     them.
 
@@ -254,14 +259,14 @@ def maker(fields: Mapping[str, Any]) -> Callable[[], GPT]:
         or not shape.dropout < 1
     ):
         raise ValueError(f"no GPT is {shape}")
-    if (12 * shape.layers * shape.d + shape.context + shape.vocab) * shape.d > LARGEST:
+    if (12 * shape.layers * shape.d + shape.context + shape.vocab) * shape.d > MAX_PARAMETERS:
         raise ValueError(
-            f"{shape} has more parameters than the {LARGEST:,} that programs here train"
+            f"{shape} has more parameters than the {MAX_PARAMETERS:,} that programs here train"
         )
     return lambda: GPT(shape)
 
 
-def cuts(axes: Collection[str]) -> list[ModelCut]:
+def make_cuts(axes: Collection[str]) -> list[ModelCut]:
     """Cuts of a GPT along these axes of a mesh."""
     stages = pl.pipeline("tokens, positions, blocks.*, norm, head")
     known: dict[str, ModelCut] = {

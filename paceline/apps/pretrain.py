@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Subset
 
 import paceline as pl
-from paceline.apps import text
-from paceline.apps.generation import Sampling, generate
-from paceline.apps.gpt import GPT, SMALL, cuts, next_token_loss
-from paceline.session.load import DESCRIPTION, describe
+from paceline.apps import source_text
+from paceline.apps.generation import Sampling, generate_tokens
+from paceline.apps.gpt import GPT, SMALL, make_cuts, next_token_loss
+from paceline.session.load import DESCRIPTION, describe_model
 
 BATCH = 32  # of all workers together
 VALIDATION = 1024  # windows
@@ -39,11 +39,11 @@ class TrainingTask(NamedTuple):
     validation: DataLoader[tuple[Tensor, Tensor]]
 
 
-def task(steps: int, folder: Path | None = None) -> TrainingTask:
+def make_task(steps: int, folder: Path | None = None) -> TrainingTask:
     """Make the model and the data of the demo; the first k steps are the same whatever `steps`
     is.
     """
-    train, validation = text.datasets(SMALL.context, folder=folder)
+    train, validation = source_text.make_datasets(SMALL.context, folder=folder)
     chance = torch.Generator().manual_seed(0)
     rows = torch.randperm(len(train), generator=chance)
     # a small text is read several times
@@ -60,7 +60,9 @@ def task(steps: int, folder: Path | None = None) -> TrainingTask:
 
 
 @torch.no_grad()
-def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]) -> float:
+def evaluate_loss(
+    run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]
+) -> float:
     """Compute the mean loss over all of `loader`, whichever worker saw which rows."""
     losses = []
     for x, y in loader:
@@ -73,13 +75,16 @@ def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Ten
     return torch.cat(losses).mean().item()
 
 
-def sample(run: pl.Run, model: GPT, count: int = 240) -> str:
+def generate_sample(run: pl.Run, model: GPT, count: int = 240) -> str:
     """Generate the text with which the model continues "def ". Collective."""
     prompt = PROMPT.encode()
     model.eval()
-    return text.decode(
+    return source_text.decode_tokens(
         torch.tensor(
-            [*prompt, *generate(run, model, prompt, count, Sampling(temperature=0.7, seed=1))]
+            [
+                *prompt,
+                *generate_tokens(run, model, prompt, count, Sampling(temperature=0.7, seed=1)),
+            ]
         )
     )
 
@@ -106,13 +111,15 @@ def main() -> None:
     )
     options = parser.parse_args()
 
-    model, loader, held_out = task(options.steps, options.text)
+    model, loader, held_out = make_task(options.steps, options.text)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = OneCycleLR(optimizer, max_lr=3e-3, total_steps=options.of + 1, pct_start=0.1)
     with pl.start(name=options.name, folder=options.folder, total_steps=options.steps) as run:
-        parts = run.prepare(model, optimizer, schedule, loader, held_out, cut=cuts(run.mesh.cut))
+        parts = run.prepare(
+            model, optimizer, schedule, loader, held_out, cut=make_cuts(run.mesh.cut_axes)
+        )
         model, optimizer, schedule, loader, held_out = parts
-        before = 0.0 if options.brief else evaluate(run, model, held_out)
+        before = 0.0 if options.format_briefly else evaluate_loss(run, model, held_out)
         workers = run.size
         for x, y in loader:
             if run.steps == options.kill and run.size == workers and run.rank == workers - 1:
@@ -124,14 +131,14 @@ def main() -> None:
             optimizer.zero_grad()
             schedule.step()
             run.log(loss=loss)
-        if options.brief:
+        if options.format_briefly:
             return
-        after = evaluate(run, model, held_out)
-        written = sample(run, model)
+        after = evaluate_loss(run, model, held_out)
+        written = generate_sample(run, model)
         if run.is_first:
             outcome = {"validation": [before, after], "sample": written}
             (run.folder.path / "demo.json").write_text(json.dumps(outcome))
-            (run.folder.path / DESCRIPTION).write_text(describe("gpt", asdict(SMALL)))
+            (run.folder.path / DESCRIPTION).write_text(describe_model("gpt", asdict(SMALL)))
         run.save(keep=1, metric=after, best="min")
 
 

@@ -24,14 +24,14 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from paceline.apps.clicks import NUMBERS, Batch, ClickLog, Clicks, auc
-from paceline.servers.process.row_optimizers import initial
+from paceline.apps.clicks import NUMBER_FEATURES, ClickBatch, ClickLog, ClickSamples, compute_auc
+from paceline.servers.process.row_optimizers import make_initial_values
 from paceline.servers.worker.strategy import ParameterServer
 from paceline.sync.base import Strategy
 
 WIDTH = 64
-STD = 0.1  # of the first values of rows
-RATES = {"sgd": 0.1, "adagrad": 0.05}
+ROW_STD = 0.1  # of the first values of rows
+LEARNING_RATES = {"sgd": 0.1, "adagrad": 0.05}
 
 
 class Recommender(nn.Module):
@@ -44,14 +44,16 @@ class Recommender(nn.Module):
         super().__init__()
         self.tables = nn.ModuleList(tables)
         count = 1 + len(tables)
-        self.bottom = nn.Sequential(nn.Linear(NUMBERS, WIDTH), nn.ReLU(), nn.Linear(WIDTH, dim))
+        self.bottom = nn.Sequential(
+            nn.Linear(NUMBER_FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, dim)
+        )
         self.top = nn.Sequential(
             nn.Linear(count * dim + count * (count - 1) // 2, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
         )
         self._pairs = torch.triu_indices(count, count, 1).unbind()
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
-        """Compute the logits of samples, with the arguments of `Batch`."""
+        """Compute the logits of samples, with the arguments of `ClickBatch`."""
         parts = [self.bottom(numbers)] + [
             table(ids[:, column]) for column, table in enumerate(self.tables)
         ]
@@ -61,7 +63,7 @@ class Recommender(nn.Module):
         logits: Tensor = self.top(torch.cat([whole.flatten(1), products], dim=1))[:, 0]
         return logits
 
-    def prefetch(self, batch: Batch | None) -> None:
+    def prefetch(self, batch: ClickBatch | None) -> None:
         """Announce the ids of the next batch."""
         for column, table in enumerate(self.tables if batch is not None else ()):
             if isinstance(table, pl.SparseEmbedding):
@@ -69,49 +71,49 @@ class Recommender(nn.Module):
                 table.prefetch(batch.ids[:, column])
 
 
-def build(
+def build_model(
     log: ClickLog, dim: int, *, served: bool, servers: int | None, replicas: int | None = None
 ) -> Recommender:
     """Make the same model in every process, with tables on servers or on each worker; both begin
     with the same numbers.
     """
-    given: dict[str, Any] = {"std": STD, "servers": servers, "replicas": replicas}
+    given: dict[str, Any] = {"std": ROW_STD, "servers": servers, "replicas": replicas}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         seeds = range(100, 100 + log.tables)
         tables = [
             pl.SparseEmbedding(log.rows, dim, seed=seed, **given)
             if served
-            else _bag(log.rows, dim, seed)
+            else _make_bag(log.rows, dim, seed)
             for seed in seeds
         ]
         return Recommender(tables, dim)
 
 
-def _bag(rows: int, dim: int, seed: int) -> nn.EmbeddingBag:
-    weight = initial(torch.arange(rows), dim, torch.float32, seed=seed, std=STD)
+def _make_bag(rows: int, dim: int, seed: int) -> nn.EmbeddingBag:
+    weight = make_initial_values(torch.arange(rows), dim, torch.float32, seed=seed, std=ROW_STD)
     return nn.EmbeddingBag(rows, dim, mode="mean", _weight=weight)
 
 
-def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """Make one optimizer for everything: the tables are in it, too."""
     kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
-    made: torch.optim.Optimizer = kinds[name](model.parameters(), lr=RATES[name])
+    made: torch.optim.Optimizer = kinds[name](model.parameters(), lr=LEARNING_RATES[name])
     return made
 
 
-def loss_of(logits: Tensor, clicked: Tensor) -> Tensor:
+def compute_loss(logits: Tensor, clicked: Tensor) -> Tensor:
     """Compute the loss that is trained on."""
     return F.binary_cross_entropy_with_logits(logits, clicked)
 
 
 @torch.no_grad()
-def evaluate(run: pl.Run, model: nn.Module, loader: DataLoader[Batch]) -> float:
+def evaluate_auc(run: pl.Run, model: nn.Module, loader: DataLoader[ClickBatch]) -> float:
     """Compute the AUC over all of `loader`, whichever worker saw which samples."""
     scored = [
         (run.gather(model(numbers, ids)), run.gather(clicked)) for numbers, ids, clicked in loader
     ]
-    return auc(
+    return compute_auc(
         torch.cat([scores for scores, _ in scored]), torch.cat([clicked for _, clicked in scored])
     )
 
@@ -145,7 +147,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--optimizer",
-        choices=sorted(RATES),
+        choices=sorted(LEARNING_RATES),
         default="adagrad",
         help="of everything (default %(default)s)",
     )
@@ -205,24 +207,24 @@ def main() -> None:
         layers, name=options.name, folder=options.folder, total_steps=options.steps
     ) as run:
         served = options.tables_by == "server"
-        model = build(
+        model = build_model(
             log, options.dim, served=served, servers=options.servers, replicas=options.replicas
         )
-        optimizer = optimizer_of(options.optimizer, model)
+        optimizer = make_optimizer(options.optimizer, model)
         train, held_out = (
-            Clicks(log, 0, samples).loader(options.batch),
-            Clicks(log, samples, options.held_out).loader(2048),
+            ClickSamples(log, 0, samples).make_loader(options.batch),
+            ClickSamples(log, samples, options.held_out).make_loader(2048),
         )
         model, optimizer, train, held_out = run.prepare(model, optimizer, train, held_out)
         for numbers, ids, clicked in train:
-            loss = loss_of(model(numbers, ids), clicked)
+            loss = compute_loss(model(numbers, ids), clicked)
             if options.prefetch:
                 model.prefetch(train.peek())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             run.log(loss=loss)
-        run.results["auc"] = evaluate(run, model, held_out)
+        run.results["auc"] = evaluate_auc(run, model, held_out)
         memory = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3])
         run.results["worker_memory_mb"] = float(run.gather(memory).max())
         run.print(

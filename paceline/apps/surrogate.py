@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from paceline.apps.advection import Advection, Solved, SolvedSamples, relative_errors
+from paceline.apps.advection import Advection, SolvedBatch, SolvedSamples, compute_relative_errors
 from paceline.apps.unet import NORMS, UNet, UNetShape
 
 HELD_OUT = 1 << 40  # the number of the first sample that is not trained on
@@ -27,26 +27,26 @@ HELD_OUT = 1 << 40  # the number of the first sample that is not trained on
 Predict = Callable[[Tensor], Tensor]  # from what is given to the field after the time
 
 
-def build(shape: UNetShape, seed: int) -> UNet:
+def build_model(shape: UNetShape, seed: int) -> UNet:
     """Make the same model in every process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return UNet(shape)
 
 
-def loss_of(predicted: Tensor, after: Tensor) -> Tensor:
+def compute_loss(predicted: Tensor, after: Tensor) -> Tensor:
     """Compute the loss that is trained on: the mean over samples of the squared relative error."""
-    return relative_errors(predicted, after).square().mean()
+    return compute_relative_errors(predicted, after).square().mean()
 
 
-def unchanged(given: Tensor) -> Tensor:
+def predict_unchanged(given: Tensor) -> Tensor:
     """Predict that nothing happens."""
     return given[:, :1]
 
 
 @torch.no_grad()
-def evaluate(
-    run: pl.Run, loader: DataLoader[Solved], ways: Mapping[str, Predict]
+def evaluate_errors(
+    run: pl.Run, loader: DataLoader[SolvedBatch], ways: Mapping[str, Predict]
 ) -> dict[str, float]:
     """Compute the mean relative error of each way over all of `loader`, whichever worker saw
     which samples.
@@ -55,22 +55,24 @@ def evaluate(
     for given, after in loader:
         for name, predict in ways.items():
             errors[name].append(
-                run.gather(relative_errors(predict(given.to(run.device)), after.to(run.device)))
+                run.gather(
+                    compute_relative_errors(predict(given.to(run.device)), after.to(run.device))
+                )
             )
     return {name: torch.cat(parts).mean().item() for name, parts in errors.items()}
 
 
-def train(
+def train_model(
     run: pl.Run,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: OneCycleLR,
-    loader: DataLoader[Solved],
+    loader: DataLoader[SolvedBatch],
 ) -> None:
     """Take a step with each batch."""
     model.train()
     for given, after in loader:
-        loss = loss_of(model(given.to(run.device)), after.to(run.device))
+        loss = compute_loss(model(given.to(run.device)), after.to(run.device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -143,29 +145,29 @@ def main() -> None:
     with pl.start(
         name=options.name, folder=options.folder, seed=options.seed, total_steps=options.steps
     ) as run:
-        model = build(shape, run.seed)
+        model = build_model(shape, run.seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=0.01)
         schedule = OneCycleLR(
             optimizer, max_lr=options.rate, total_steps=options.steps + 1, pct_start=0.1
         )
-        loader = SolvedSamples(equation, run.seed, 0, options.steps * options.batch).loader(
+        loader = SolvedSamples(equation, run.seed, 0, options.steps * options.batch).make_loader(
             options.batch
         )
-        held_out = SolvedSamples(equation, run.seed, HELD_OUT, options.held_out).loader(64)
+        held_out = SolvedSamples(equation, run.seed, HELD_OUT, options.held_out).make_loader(64)
         model, optimizer, schedule, loader, held_out = run.prepare(
             model, optimizer, schedule, loader, held_out
         )
         model.eval()
-        before = evaluate(run, held_out, {"error_before": model})
-        train(run, model, optimizer, schedule, loader)
+        before = evaluate_errors(run, held_out, {"error_before": model})
+        train_model(run, model, optimizer, schedule, loader)
         model.eval()
-        after = evaluate(
+        after = evaluate_errors(
             run,
             held_out,
             {
                 "error_after": model,
-                "error_unchanged": unchanged,
-                "error_coarse_solver": equation.coarse,
+                "error_unchanged": predict_unchanged,
+                "error_coarse_solver": equation.solve_coarsely,
             },
         )
         run.results.update(before | after)

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 import paceline as pl
-from paceline.bench import asked
+from paceline.bench import collective_options
 from paceline.comm import collectives
 from paceline.comm.group_protocol import Group, Work
 from paceline.comm.schedule import Schedule, build_schedule
 from paceline.errors import PacelineError
 
-FEWEST, MOST = 5, 2_000  # calls that are measured
-Call = Callable[[Tensor], Work[Tensor]]  # sums a tensor over all workers, in place
+MIN_CALLS, MAX_CALLS = 5, 2_000  # calls that are measured
+AllReduceCall = Callable[[Tensor], Work[Tensor]]  # sums a tensor over all workers, in place
 
 
 class Timing(NamedTuple):
@@ -34,42 +34,44 @@ class Timing(NamedTuple):
     seconds: float
 
 
-def parse_ways(text: str, group: Group, hosts: list[int]) -> dict[str, Call]:
+def make_calls(text: str, group: Group, hosts: list[int]) -> dict[str, AllReduceCall]:
     """Look up the calls of the names in a list with commas: `native` is the group's own
     all-reduce, the others are schedules.
     """
-    ways: dict[str, Call] = {}
-    for name in asked.ways(text):
+    ways: dict[str, AllReduceCall] = {}
+    for name in collective_options.parse_algorithms(text):
         if name == "native":
             ways[name] = lambda x: group.all_reduce(x, out=x)
         else:
-            ways[name] = functools.partial(_follow, group, build_schedule(name, hosts))
+            ways[name] = functools.partial(_follow_schedule, group, build_schedule(name, hosts))
     return ways
 
 
-def _follow(group: Group, schedule: Schedule, x: Tensor) -> Work[Tensor]:
+def _follow_schedule(group: Group, schedule: Schedule, x: Tensor) -> Work[Tensor]:
     return collectives.all_reduce_by_schedule(group, x, schedule, out=x)
 
 
-def measure(call: Call, x: Tensor, group: Group, seconds: float) -> float:
+def measure_call(call: AllReduceCall, x: Tensor, group: Group, seconds: float) -> float:
     """Measure the median time of a call on the slowest worker, in seconds, after checking its
     result.
     """
     expected = group.size * (group.size + 1) / 2
-    first = timed(call, x, group)
+    first = time_call(call, x, group)
     if not bool((x == expected).all()):
         raise PacelineError(
             f"worker {group.rank} got {x[x != expected][0].item()} for a sum that is {expected}: "
             "the exchange is broken"
         )
     slowest = max(group.gather_objects(first))
-    count = min(MOST, max(FEWEST, int(seconds / slowest)))
+    count = min(MAX_CALLS, max(MIN_CALLS, int(seconds / slowest)))
     return float(
-        max(group.gather_objects(statistics.median(timed(call, x, group) for _ in range(count))))
+        max(
+            group.gather_objects(statistics.median(time_call(call, x, group) for _ in range(count)))
+        )
     )
 
 
-def timed(call: Call, x: Tensor, group: Group) -> float:
+def time_call(call: AllReduceCall, x: Tensor, group: Group) -> float:
     """Time one call that all workers begin together, on values that differ between them, in
     seconds.
     """
@@ -82,7 +84,7 @@ def timed(call: Call, x: Tensor, group: Group) -> float:
     return time.perf_counter() - start
 
 
-def words(timings: list[Timing], workers: int) -> str:
+def format_timings(timings: list[Timing], workers: int) -> str:
     """Format the timings as a table; the bandwidth is the size of the tensor over the time."""
     lines = [
         f"all-reduce of float32, {workers} workers; median of the slowest",
@@ -106,11 +108,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="how long to measure each")
     parser.add_argument("--folder", default="runs", help="where run folders go")
     options = parser.parse_args()
-    sizes = asked.sizes(options.sizes)
+    sizes = collective_options.parse_sizes(options.sizes)
 
     with pl.start(folder=options.folder, trace="off") as run:
         group = run.group
-        ways = parse_ways(options.via, group, [0] * group.size)
+        ways = make_calls(options.via, group, [0] * group.size)
         timings = []
         for nbytes in sizes:
             tensors = {"ordinary": torch.empty(nbytes // 4, device=run.device)}
@@ -121,9 +123,11 @@ def main() -> None:
                     # schedules send from ordinary memory anyway
                     if via == "native" or memory == "ordinary":
                         timings.append(
-                            Timing(nbytes, via, memory, measure(call, x, group, options.seconds))
+                            Timing(
+                                nbytes, via, memory, measure_call(call, x, group, options.seconds)
+                            )
                         )
-        run.print(words(timings, group.size))
+        run.print(format_timings(timings, group.size))
 
 
 if __name__ == "__main__":

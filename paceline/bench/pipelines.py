@@ -9,7 +9,7 @@ import re
 from rich.console import Console
 
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 from paceline.parallel.pipelining.drawing import draw_timeline, tabulate_timelines
 from paceline.parallel.pipelining.schedules import SCHEDULES, check_schedule, make_schedule
 from paceline.parallel.pipelining.simulate import (
@@ -18,12 +18,12 @@ from paceline.parallel.pipelining.simulate import (
     simulate_schedule,
 )
 
-RANKS, MICRO_BATCHES, CHUNKS = 64, 256, 8  # larger pictures are no help
-WIDEST = 140  # characters of a line of a picture
-ALL = "all"
+MAX_RANKS, MAX_MICRO_BATCHES, MAX_CHUNKS = 64, 256, 8  # larger pictures are no help
+MAX_LINE_WIDTH = 140  # characters of a line of a picture
+ALL_SCHEDULES = "all"
 
 
-def show(asked: str | None, times: tuple[float, float, float], console: Console) -> None:
+def show_schedules(asked: str | None, times: tuple[float, float, float], console: Console) -> None:
     """Print the picture of a schedule, or with `all` a table of all of them.
 
     `times` are of a forward, a backward and a transfer.
@@ -34,9 +34,10 @@ def show(asked: str | None, times: tuple[float, float, float], console: Console)
             "--draw all to compare them"
         )
     name, colon, sizes = asked.partition(":")
-    if name not in (*SCHEDULES, ALL):
+    if name not in (*SCHEDULES, ALL_SCHEDULES):
         raise UsageError(
-            f"{name} is not a schedule of pipelines; {choices(name, (*SCHEDULES, ALL))}"
+            f"{name} is not a schedule of pipelines; "
+            f"{format_choices(name, (*SCHEDULES, ALL_SCHEDULES))}"
         )
     if not all(0 < number < float("inf") for number in times[:2]) or not 0 <= times[2] < float(
         "inf"
@@ -45,11 +46,14 @@ def show(asked: str | None, times: tuple[float, float, float], console: Console)
             f"--forward {times[0]:g} --backward {times[1]:g} --transfer {times[2]:g}: "
             "give the first two more than 0, none less"
         )
-    ranks, micro_batches, chunks = _sizes(sizes if colon or name != ALL else "4x8", asked)
-    if name != ALL:
+    ranks, micro_batches, chunks = _parse_sizes(
+        sizes if colon or name != ALL_SCHEDULES else "4x8", asked
+    )
+    if name != ALL_SCHEDULES:
         console.print(
             draw_timeline(
-                _timeline(name, (ranks, micro_batches, chunks), times), min(console.width, WIDEST)
+                _make_timeline(name, (ranks, micro_batches, chunks), times),
+                min(console.width, MAX_LINE_WIDTH),
             ),
             soft_wrap=True,
         )
@@ -62,7 +66,7 @@ def show(asked: str | None, times: tuple[float, float, float], console: Console)
     for each in SCHEDULES:
         try:
             timelines.append(
-                _timeline(
+                _make_timeline(
                     each, (ranks, micro_batches, chunks if each == "interleaved" else None), times
                 )
             )
@@ -73,7 +77,7 @@ def show(asked: str | None, times: tuple[float, float, float], console: Console)
         console.print(line, soft_wrap=True)
 
 
-def _timeline(
+def _make_timeline(
     name: str, sizes: tuple[int, int, int | None], times: tuple[float, float, float]
 ) -> PipelineTimeline:
     check_schedule(name, *sizes)
@@ -81,7 +85,7 @@ def _timeline(
     return simulate_schedule(schedule, make_even_times(schedule, *times))
 
 
-def _sizes(text: str, asked: str) -> tuple[int, int, int | None]:
+def _parse_sizes(text: str, asked: str) -> tuple[int, int, int | None]:
     """Read ranks x micro-batches, or ranks x micro-batches x chunks; `asked` is what messages
     show.
     """
@@ -89,12 +93,12 @@ def _sizes(text: str, asked: str) -> tuple[int, int, int | None]:
     numbers = [int(number) for number in found.groups() if number] if found else []
     if not numbers or any(
         not 0 < number <= most
-        for number, most in zip(numbers, (RANKS, MICRO_BATCHES, CHUNKS), strict=False)
+        for number, most in zip(numbers, (MAX_RANKS, MAX_MICRO_BATCHES, MAX_CHUNKS), strict=False)
     ):
         raise UsageError(
             f"{asked}: after the colon go ranks x micro-batches, as in 1f1b:4x8, and for "
             "interleaved the stages on each rank, as in "
-            f"interleaved:4x8x2; at most {RANKS}, {MICRO_BATCHES} and {CHUNKS}"
+            f"interleaved:4x8x2; at most {MAX_RANKS}, {MAX_MICRO_BATCHES} and {MAX_CHUNKS}"
         )
     ranks, micro_batches, *chunks = numbers
     return ranks, micro_batches, chunks[0] if chunks else None

@@ -32,10 +32,10 @@ def main() -> None:
         if run.is_first:
             topology_file.check_target(options.out)
         began = time.perf_counter()
-        topology = pl.probe(run, dtypes=options.dtypes.split(","))
+        topology = pl.probe_cluster(run, dtypes=options.dtypes.split(","))
         seconds = run.mean(time.perf_counter() - began)
         if run.is_first:
-            topology_file.write(options.out, topology)
+            topology_file.write_topology(options.out, topology)
         if not options.quiet:
             run.print(describe_cluster(topology))
         run.print(f"measured in {seconds:.1f} s, written to {options.out}")

@@ -16,11 +16,11 @@ from typing import Literal, NamedTuple
 
 from paceline import notation
 from paceline.cluster import machine
-from paceline.cluster.discover import environment
+from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher import launch
-from paceline.cluster.launcher.request import LaunchRequest, check
+from paceline.cluster.launcher.request import LaunchRequest, check_request
 from paceline.errors import PacelineError, UsageError
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.lab import kernel, terminal
 from paceline.lab.description import Description
 from paceline.lab.running import LabRequest
@@ -28,9 +28,9 @@ from paceline.observe import scaling
 from paceline.observe.scaling import ScalingPoint
 from paceline.record.folder import RunFolder
 
-Kind = Literal["strong", "weak", "both"]
-_STOPPED = (129, 130, 143)  # exit codes of a launch that was asked to end
-_TOLD = 6  # last lines of a launch that failed
+ScalingKind = Literal["strong", "weak", "both"]
+_STOP_EXIT_CODES = (129, 130, 143)  # exit codes of a launch that was asked to end
+_SHOWN_LINES = 6  # last lines of a launch that failed
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ScalingRequest:
     script: str
     args: tuple[str, ...]
     workers: tuple[int, ...]
-    kind: Kind = "strong"
+    kind: ScalingKind = "strong"
     batch_option: str | None = None
     rounds: int = 1
     steps: int = 100
@@ -57,7 +57,7 @@ class ScalingRequest:
     folder: Path | None = None
 
 
-class Launch(NamedTuple):
+class ScalingLaunch(NamedTuple):
     """One run: its arguments, and for which kinds of scaling it counts."""
 
     workers: int
@@ -69,7 +69,7 @@ class LaunchFailed(PacelineError):
     """A run that can't be measured, with the end of what it wrote."""
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def parse_worker_counts(text: str) -> tuple[int, ...]:
     """Parse numbers of workers with commas, such as `1,2,4`, the fewest first."""
     parts = [part.strip() for part in text.split(",")]
     if (
@@ -83,7 +83,7 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def plan(asked: ScalingRequest) -> list[Launch]:
+def plan_launches(asked: ScalingRequest) -> list[ScalingLaunch]:
     """List the runs of a round.
 
     One that counts for both kinds, with the fewest workers, is made once.
@@ -94,13 +94,15 @@ def plan(asked: ScalingRequest) -> list[Launch]:
             args = (
                 asked.args
                 if kind == "strong"
-                else grown(asked.args, asked.batch_option, workers, asked.workers[0])
+                else scale_batch(asked.args, asked.batch_option, workers, asked.workers[0])
             )
             wanted[workers, args].append(kind)
-    return [Launch(workers, args, tuple(kinds)) for (workers, args), kinds in wanted.items()]
+    return [ScalingLaunch(workers, args, tuple(kinds)) for (workers, args), kinds in wanted.items()]
 
 
-def grown(args: tuple[str, ...], option: str | None, workers: int, fewest: int) -> tuple[str, ...]:
+def scale_batch(
+    args: tuple[str, ...], option: str | None, workers: int, fewest: int
+) -> tuple[str, ...]:
     """Return the arguments with the batch for so many workers, in proportion to the one that
     they give for the `fewest`.
     """
@@ -123,7 +125,7 @@ def grown(args: tuple[str, ...], option: str | None, workers: int, fewest: int) 
     if at is None or not (text.isascii() and text.isdecimal() and int(text)):
         raise UsageError(
             f"--batch-option {option}: give the script the global batch for "
-            f"{counted(fewest, 'worker')}, behind a --, as in -- {option} 32"
+            f"{format_count(fewest, 'worker')}, behind a --, as in -- {option} 32"
         )
     if int(text) * workers % fewest:
         raise UsageError(
@@ -138,7 +140,7 @@ def grown(args: tuple[str, ...], option: str | None, workers: int, fewest: int) 
     )
 
 
-def part_of(cluster: Description, workers: int) -> Description:
+def take_first_hosts(cluster: Description, workers: int) -> Description:
     """Return the cluster with its first hosts alone, as many as have so many workers; the last
     may have fewer than it could.
     """
@@ -157,14 +159,16 @@ def part_of(cluster: Description, workers: int) -> Description:
     return replace(cluster, hosts=tuple(hosts), racks=tuple(rack for rack in racks if rack.hosts))
 
 
-def measure(asked: ScalingRequest, show: Callable[[str], None], note: Callable[[str], None]) -> int:
+def measure_scaling(
+    asked: ScalingRequest, show: Callable[[str], None], note: Callable[[str], None]
+) -> int:
     """Make all runs, `show` what they come to, and return the exit code: 1 where runs have failed.
 
     `note` tells how far it is.
     """
-    launches = _checked(asked)
-    points: defaultdict[Launch, list[ScalingPoint]] = defaultdict(list)
-    failed: set[Launch] = set()
+    launches = _plan_checked_launches(asked)
+    points: defaultdict[ScalingLaunch, list[ScalingPoint]] = defaultdict(list)
+    failed: set[ScalingLaunch] = set()
     with (
         nullcontext(asked.folder)
         if asked.folder
@@ -175,16 +179,19 @@ def measure(asked: ScalingRequest, show: Callable[[str], None], note: Callable[[
                 if each in failed:
                     continue
                 turn = f", round {number} of {asked.rounds}" if asked.rounds > 1 else ""
-                note(f"{counted(each.workers, 'worker')}, {' and '.join(each.kinds)} scaling{turn}")
+                note(
+                    f"{format_count(each.workers, 'worker')}, {' and '.join(each.kinds)} "
+                    f"scaling{turn}"
+                )
                 folder = Path(root).absolute() / f"{each.workers}-{'-'.join(each.kinds)}-{number}"
                 try:
-                    code = _launch(asked, each, folder)
+                    code = _run_launch(asked, each, folder)
                     if code:
                         return code
-                    points[each].append(_read(folder))
+                    points[each].append(_read_run(folder))
                 except LaunchFailed as error:
                     failed.add(each)
-                    note(f"{counted(each.workers, 'worker')}: {error}")
+                    note(f"{format_count(each.workers, 'worker')}: {error}")
     texts = []
     for kind in ("strong", "weak"):
         found = [
@@ -193,18 +200,16 @@ def measure(asked: ScalingRequest, show: Callable[[str], None], note: Callable[[
             if kind in each.kinds and points[each] and each not in failed
         ]
         if len(found) > 1:
-            texts.append(_result(kind, found, asked))
+            texts.append(_describe_result(kind, found, asked))
     if texts:
         show("\n\n".join(texts))
     if failed:
-        note(
-            "not measured: "
-            f"{', '.join(counted(each.workers, 'worker') for each in launches if each in failed)}"
-        )
+        missing = [format_count(each.workers, "worker") for each in launches if each in failed]
+        note(f"not measured: {', '.join(missing)}")
     return 1 if failed else 0
 
 
-def compare(folders: Sequence[Path]) -> str:
+def compare_runs(folders: Sequence[Path]) -> str:
     """Describe the scaling that runs show that were made before, anywhere: one of each number of
     workers, or several rounds.
     """
@@ -219,7 +224,7 @@ def compare(folders: Sequence[Path]) -> str:
     )
 
 
-def _checked(asked: ScalingRequest) -> list[Launch]:
+def _plan_checked_launches(asked: ScalingRequest) -> list[ScalingLaunch]:
     """Return the runs of a round, or raise `UsageError` before any of them is made."""
     for option, value in (
         ("--rounds", asked.rounds),
@@ -234,7 +239,7 @@ def _checked(asked: ScalingRequest) -> list[Launch]:
             "leave it out, or --kind strong"
         )
     if asked.sync is not None:
-        notation.prove(asked.sync)
+        notation.verify_strategy(asked.sync)
     if (
         asked.folder is not None
         and asked.folder.exists()
@@ -243,22 +248,22 @@ def _checked(asked: ScalingRequest) -> list[Launch]:
         raise UsageError(
             f"--folder {asked.folder} is there already: give a folder that is new or empty"
         )
-    launches = plan(asked)
+    launches = plan_launches(asked)
     for each in launches:
         if asked.cluster is not None:
-            part_of(asked.cluster, each.workers)
-        check(LaunchRequest(asked.script, each.args, each.workers, threads=asked.threads))
+            take_first_hosts(asked.cluster, each.workers)
+        check_request(LaunchRequest(asked.script, each.args, each.workers, threads=asked.threads))
     if asked.cluster is not None:
         kernel.seek_rights()
     return launches
 
 
-def _result(kind: str, points: list[ScalingPoint], asked: ScalingRequest) -> str:
+def _describe_result(kind: str, points: list[ScalingPoint], asked: ScalingRequest) -> str:
     """Describe what was measured for one kind of scaling, or say that the script doesn't scale
     like that.
     """
     cores = (
-        machine.cores()
+        machine.count_cores()
         if asked.cluster is None or all(host.processors is None for host in asked.cluster.hosts)
         else None
     )
@@ -276,7 +281,7 @@ def _result(kind: str, points: list[ScalingPoint], asked: ScalingRequest) -> str
     return other + scaling.describe_scaling(found, cores)
 
 
-def _launch(asked: ScalingRequest, each: Launch, folder: Path) -> int:
+def _run_launch(asked: ScalingRequest, each: ScalingLaunch, folder: Path) -> int:
     """Make one run, whose folder goes into `folder`: 0, or the exit code if this was asked to end.
 
     `LaunchFailed` if it went wrong.
@@ -288,44 +293,48 @@ def _launch(asked: ScalingRequest, each: Launch, folder: Path) -> int:
         "PACELINE_SECONDS": str(asked.seconds),
     }
     given["PACELINE_REPORT_TO"] = "none"  # what is measured is no training
-    code, said = (_here if asked.cluster is None else _in_lab)(asked, each, given)
-    if code in _STOPPED:
+    code, said = (_run_here if asked.cluster is None else _run_in_lab)(asked, each, given)
+    if code in _STOP_EXIT_CODES:
         return code
     if code:
-        last = "\n".join(f"    {line}" for line in said.strip().splitlines()[-_TOLD:])
+        last = "\n".join(f"    {line}" for line in said.strip().splitlines()[-_SHOWN_LINES:])
         raise LaunchFailed(f"the script ended with {code}; its last lines:\n{last}")
     return 0
 
 
-def _here(asked: ScalingRequest, each: Launch, given: Mapping[str, str]) -> tuple[int, str]:
+def _run_here(
+    asked: ScalingRequest, each: ScalingLaunch, given: Mapping[str, str]
+) -> tuple[int, str]:
     """Run on this machine.
 
     Workers have as many threads in all runs: those that they have with the most workers.
     """
     threads = asked.threads
-    if threads is None and "OMP_NUM_THREADS" not in environment():
-        threads = max(1, machine.cores() // asked.workers[-1])
+    if threads is None and "OMP_NUM_THREADS" not in copy_environment():
+        threads = max(1, machine.count_cores() // asked.workers[-1])
     job = LaunchRequest(asked.script, each.args, each.workers, threads=threads, sync=asked.sync)
     with tempfile.TemporaryFile() as kept:
-        with _written_to(kept.fileno()):
-            code = launch.run(job, {**environment(), **given})
+        with _redirect_output(kept.fileno()):
+            code = launch.run_job(job, {**copy_environment(), **given})
         kept.seek(0)
         return code, kept.read().decode(errors="replace")
 
 
-def _in_lab(asked: ScalingRequest, each: Launch, given: Mapping[str, str]) -> tuple[int, str]:
+def _run_in_lab(
+    asked: ScalingRequest, each: ScalingLaunch, given: Mapping[str, str]
+) -> tuple[int, str]:
     """Run on the first hosts of a lab, with the threads that workers have on all of them."""
     assert asked.cluster is not None
     threads = asked.threads
     if threads is None and all(host.processors is None for host in asked.cluster.hosts):
-        threads = max(1, machine.cores() // asked.cluster.workers)
+        threads = max(1, machine.count_cores() // asked.cluster.workers)
     start = LabRequest(asked.script, each.args, sync=asked.sync, threads=threads, environ=given)
-    outcome = terminal.perform(part_of(asked.cluster, each.workers), start)
+    outcome = terminal.build_and_run(take_first_hosts(asked.cluster, each.workers), start)
     return outcome.code, outcome.output
 
 
 @contextmanager
-def _written_to(descriptor: int) -> Iterator[None]:
+def _redirect_output(descriptor: int) -> Iterator[None]:
     """Have what this process and those that it starts write go to this file."""
     streams = (sys.stdout, sys.stderr)
     before = [os.dup(number) for number in (1, 2)]
@@ -343,7 +352,7 @@ def _written_to(descriptor: int) -> Iterator[None]:
             os.close(was)
 
 
-def _read(folder: Path) -> ScalingPoint:
+def _read_run(folder: Path) -> ScalingPoint:
     """Read the only run in `folder`; `LaunchFailed` if there is none, or more."""
     runs = [path.parent for path in folder.glob("*/metrics.jsonl")]
     if len(runs) != 1:

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 
 VOCAB, CONTEXT = 256, 64
-WARM = 5  # steps that aren't measured
+WARM_UP_STEPS = 5  # steps that aren't measured
 
 
 class Decoder(nn.Module):
@@ -50,7 +50,7 @@ class Decoder(nn.Module):
 MODELS = {"small": (128, 4, 4), "medium": (512, 6, 8)}
 
 
-def stepper(
+def make_stepper(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Callable[[Tensor, Tensor], float]:
     """Make a function that trains one step, and returns the seconds it took."""
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--folder", default="runs", help="where run folders go")
     options = parser.parse_args()
     if options.model not in MODELS:
-        raise UsageError(f"--model {options.model}: {choices(options.model, MODELS)}")
+        raise UsageError(f"--model {options.model}: {format_choices(options.model, MODELS)}")
     if options.batch < 1 or options.steps < 2:
         raise UsageError(
             f"--batch {options.batch}, --steps {options.steps}: give a batch of 1 or more, and 2 "
@@ -88,26 +88,28 @@ def main() -> None:
         tokens = torch.randint(
             0,
             VOCAB,
-            ((options.steps + WARM) * batch, CONTEXT + 1),
+            ((options.steps + WARM_UP_STEPS) * batch, CONTEXT + 1),
             generator=torch.Generator().manual_seed(0),
         )
         loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch)
         model = Decoder(*MODELS[options.model])
         local = copy.deepcopy(model).to(run.device)
-        apart = stepper(local, torch.optim.AdamW(local.parameters()))
+        apart = make_stepper(local, torch.optim.AdamW(local.parameters()))
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer, loader = run.prepare(model, optimizer, loader)
-        together = stepper(model, optimizer)
+        together = make_stepper(model, optimizer)
         taken = [
             (together(x, y), apart(x, y))
             for x, y in ((x.to(run.device), y.to(run.device)) for x, y in loader)
-        ][WARM:]
+        ][WARM_UP_STEPS:]
         run.print(
-            words(options.model, [pair[0] for pair in taken], [pair[1] for pair in taken], batch)
+            format_measurements(
+                options.model, [pair[0] for pair in taken], [pair[1] for pair in taken], batch
+            )
         )
 
 
-def words(model: str, together: list[float], apart: list[float], batch: int) -> str:
+def format_measurements(model: str, together: list[float], apart: list[float], batch: int) -> str:
     """Format the measurements as text; times in seconds."""
     both, one = statistics.median(together), statistics.median(apart)
     spread = statistics.quantiles(together, n=10)

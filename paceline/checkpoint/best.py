@@ -17,15 +17,15 @@ from typing import Any, Final
 from torch import Tensor
 
 from paceline.checkpoint.files import catalogue
-from paceline.checkpoint.files.earlier_best import inherit
+from paceline.checkpoint.files.earlier_best import inherit_best
 from paceline.checkpoint.files.manifest import Best, Metric
 from paceline.errors import CheckpointError, UsageError
-from paceline.formatting import unknown
+from paceline.formatting import describe_unknown_choice
 
-ROUNDING: Final = 0.01  # relative difference between workers above which they get a warning
+METRIC_TOLERANCE: Final = 0.01  # relative difference between workers above which they get a warning
 
 
-def asked(metric: Any, best: Best | None) -> Metric | None:
+def parse_metric(metric: Any, best: Best | None) -> Metric | None:
     """Parse the arguments `metric` and `best` of `run.save`; None if neither was given.
 
     Raises `UsageError` if only one was given, or if the metric is not one number.
@@ -37,7 +37,7 @@ def asked(metric: Any, best: Best | None) -> Metric | None:
         raise UsageError(
             f"run.save got {'metric' if best is None else 'best'} alone; give {lacking}, too"
         )
-    if problem := unknown("best", best, Best):
+    if problem := describe_unknown_choice("best", best, Best):
         raise UsageError(
             f"run.save: {problem}; give 'min' if a smaller metric is better, "
             "'max' if a larger one is"
@@ -58,7 +58,7 @@ def asked(metric: Any, best: Best | None) -> Metric | None:
         ) from error
 
 
-def agreed(metrics: Sequence[Metric | None]) -> tuple[Metric | None, str]:
+def choose_metric(metrics: Sequence[Metric | None]) -> tuple[Metric | None, str]:
     """Choose the metric of a checkpoint from the metrics of all workers.
 
     Returns the metric of the first worker, and a warning if another worker's differs from it.
@@ -66,16 +66,17 @@ def agreed(metrics: Sequence[Metric | None]) -> tuple[Metric | None, str]:
     """
     first = metrics[0]
     for rank, other in enumerate(metrics):
-        if _meaning(other) != _meaning(first):
+        if _describe_metric(other) != _describe_metric(first):
             raise UsageError(
-                f"workers don't save alike: rank 0 calls run.save({_meaning(first)}), rank {rank} "
-                f"run.save({_meaning(other)}); call it with the same arguments everywhere"
+                f"workers don't save alike: rank 0 calls run.save({_describe_metric(first)}), rank "
+                f"{rank} "
+                f"run.save({_describe_metric(other)}); call it with the same arguments everywhere"
             )
     if first is None:
         return None, ""
     values = [metric.value for metric in metrics if metric is not None]
     odd_rank = next(
-        (rank for rank, value in enumerate(values) if not _close(value, first.value)), None
+        (rank for rank, value in enumerate(values) if not _is_close(value, first.value)), None
     )
     if odd_rank is None:
         return first, ""
@@ -85,12 +86,14 @@ def agreed(metrics: Sequence[Metric | None]) -> tuple[Metric | None, str]:
     )
 
 
-def _meaning(metric: Metric | None) -> str:
+def _describe_metric(metric: Metric | None) -> str:
     return "" if metric is None else f"metric=..., best={metric.best!r}"
 
 
-def _close(value: float, other: float) -> bool:
-    return math.isclose(value, other, rel_tol=ROUNDING) or (math.isnan(value) and math.isnan(other))
+def _is_close(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=METRIC_TOLERANCE) or (
+        math.isnan(value) and math.isnan(other)
+    )
 
 
 class BestCheckpoint:
@@ -102,22 +105,22 @@ class BestCheckpoint:
     def __init__(self, announce: Callable[[str], None]) -> None:
         self._announce = announce
         # Checkpoints of the run that was resumed, until its best one is taken along.
-        self._earlier: Path | None = None
-        self._said = False
+        self._resumed_folder: Path | None = None
+        self._has_warned = False
 
-    def resumed(self, folder: Path) -> None:
+    def remember_resumed_folder(self, folder: Path) -> None:
         """Remember the folder from which the run resumes. It may have the best checkpoint."""
-        self._earlier = folder
+        self._resumed_folder = folder
 
-    def doubt(self, warning: str) -> None:
+    def warn_once(self, warning: str) -> None:
         """Announce that metrics of workers differ, once."""
-        if warning and not self._said:
-            self._said = True
+        if warning and not self._has_warned:
+            self._has_warned = True
             self._announce(warning)
 
-    def check(self, folder: Path, metric: Metric | None) -> None:
+    def check_direction(self, folder: Path, metric: Metric | None) -> None:
         """Raise `UsageError` if checkpoints in `folder` were saved with the other `best`."""
-        direction = catalogue.direction(catalogue.entries(folder))
+        direction = catalogue.find_direction(catalogue.list_entries(folder))
         if metric is not None and direction not in (None, metric.best):
             raise UsageError(
                 f"run.save got best={metric.best!r}, and checkpoints in {folder} were saved with "
@@ -125,20 +128,26 @@ class BestCheckpoint:
                 "give the same metric each time, and log the others"
             )
 
-    def follow(self, folder: Path, metric: Metric | None, write: Callable[[], Path]) -> Path:
+    def write_and_announce(
+        self, folder: Path, metric: Metric | None, write: Callable[[], Path]
+    ) -> Path:
         """Write a checkpoint into `folder`, and announce it if it is the best so far.
 
         The best checkpoint of the run that was resumed comes into `folder`, too, if it is better.
         """
-        ranked_before = catalogue.best(folder)
+        ranked_before = catalogue.list_best(folder)
         path = write()
-        if self._earlier is not None and self._earlier.resolve() != folder.resolve():
+        if self._resumed_folder is not None and self._resumed_folder.resolve() != folder.resolve():
             try:
-                inherit(folder, self._earlier)
+                inherit_best(folder, self._resumed_folder)
             except CheckpointError as error:
                 self._announce(str(error))
-        self._earlier = None
-        if metric is not None and (ranked := catalogue.best(folder)) and ranked[0].path == path:
+        self._resumed_folder = None
+        if (
+            metric is not None
+            and (ranked := catalogue.list_best(folder))
+            and ranked[0].path == path
+        ):
             for entry in (ranked_before or ranked[1:])[:1]:  # `write` may have removed it
                 comparison = (
                     ""
@@ -150,9 +159,9 @@ class BestCheckpoint:
                 )
         return path
 
-    def facts(self, folder: Path) -> dict[str, Any]:
+    def summary_facts(self, folder: Path) -> dict[str, Any]:
         """Best checkpoint in `folder`, for the summary; empty if none was saved with a metric."""
-        ranked = catalogue.best(folder)
+        ranked = catalogue.list_best(folder)
         if not ranked or ranked[0].metric is None:
             return {}
         best, metric = ranked[0], ranked[0].metric
@@ -166,11 +175,11 @@ class BestCheckpoint:
         }
 
 
-def to_plain(metric: Metric | None) -> list[Any] | None:
+def encode_metric(metric: Metric | None) -> list[Any] | None:
     """Encode a metric for a message."""
     return None if metric is None else [metric.best, metric.value]
 
 
-def from_plain(fields: list[Any] | None) -> Metric | None:
+def decode_metric(fields: list[Any] | None) -> Metric | None:
     """Decode a metric from a message."""
     return None if fields is None else Metric(fields[1], fields[0])

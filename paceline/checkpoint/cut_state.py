@@ -20,11 +20,11 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.files.block_files import BlockReader, LocalBlocks
 from paceline.errors import CheckpointError
-from paceline.formatting import nearest
+from paceline.formatting import suggest_nearest
 from paceline.parallel.placement import STEP_COUNTS, Placement, Placements, local_part
 from paceline.state.blocks import StoredTensor
-from paceline.state.snapshot import Json, Snapshot, contiguous, entries, path_of
-from paceline.state.versioned import SHOWN, Stateful
+from paceline.state.snapshot import Json, Snapshot, drop_strides, subtrees_by_key, tensor_path
+from paceline.state.versioned import MAX_SHOWN_DIFFERENCES, Stateful
 
 
 @dataclass(frozen=True)
@@ -44,21 +44,21 @@ class CutEntry:
 
     path: str
     placement: Placement
-    what: str
-    own: bool
-    piece: Tensor | None = None
-    counts: bool = False
+    description: str
+    is_parameter: bool
+    trained_part: Tensor | None = None
+    is_step_count: bool = False
 
 
 # Finds the tensor that is trained in place of a parameter, or None.
-Renewed = Callable[[Parameter], Parameter | None]
+FindTrained = Callable[[Parameter], Parameter | None]
 
 
-def cut_entries(
+def find_cut_entries(
     parts: Mapping[str, Stateful],
     placements: Placements,
     tree: Json,
-    renewed: Renewed | None = None,
+    renewed: FindTrained | None = None,
 ) -> Iterator[CutEntry]:
     """Find the tensors of cut parameters in the tree of a state.
 
@@ -71,42 +71,48 @@ def cut_entries(
         renewed: Finds the tensor that is trained in place of a parameter. Without it, a parameter
             that this worker has in full counts as not cut.
     """
-    trees = entries(tree)
+    trees = subtrees_by_key(tree)
     for name, part in parts.items():
-        stored = entries(trees.get(name))
+        stored = subtrees_by_key(trees.get(name))
         if isinstance(part, nn.Module):
             for key, parameter in part.named_parameters(remove_duplicate=False):
                 piece = None if renewed is None else renewed(parameter)
                 placement = placements.placement_of(parameter if piece is None else piece, key)
-                if placement.axes and (path := path_of(stored.get(key))) is not None:
+                if placement.axes and (path := tensor_path(stored.get(key))) is not None:
                     yield CutEntry(
                         path,
                         placement,
                         f"{name}.{key}",
-                        own=True,
-                        piece=None if piece is None else local_part(piece),
+                        is_parameter=True,
+                        trained_part=None if piece is None else local_part(piece),
                     )
         elif isinstance(part, Optimizer):
             # torch numbers parameters over all groups, in order. States have these numbers as keys.
             parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-            for index, entry_tree in entries(stored.get("state")).items():
+            for index, entry_tree in subtrees_by_key(stored.get("state")).items():
                 placement = (
                     placements.placement_of(parameters[index])
                     if index in range(len(parameters))
                     else Placement.whole("", ())
                 )
-                for key, value in entries(entry_tree).items() if placement.axes else ():
-                    if (path := path_of(value)) is not None:
+                for key, value in subtrees_by_key(entry_tree).items() if placement.axes else ():
+                    if (path := tensor_path(value)) is not None:
                         what = f"{key} that {name} keeps for {placement.name}"
-                        yield CutEntry(path, placement, what, own=False, counts=key in STEP_COUNTS)
+                        yield CutEntry(
+                            path,
+                            placement,
+                            what,
+                            is_parameter=False,
+                            is_step_count=key in STEP_COUNTS,
+                        )
 
 
-def split(
+def split_state(
     state: Snapshot,
     parts: Mapping[str, Stateful],
     placements: Placements,
     writes: Callable[[Placement], bool],
-    renewed: Renewed | None = None,
+    renewed: FindTrained | None = None,
 ) -> tuple[Snapshot, dict[str, LocalBlocks]]:
     """Split a state into a snapshot without cut tensors and the blocks that this worker writes.
 
@@ -121,11 +127,13 @@ def split(
     cut_paths: set[str] = set()
     # Tied parameters have several paths. Their blocks are stored under the first path only.
     tied_paths = {
-        path: first for path, first in _repeated(parts, placements, state.tree) if path != first
+        path: first
+        for path, first in _find_shared_parameters(parts, placements, state.tree)
+        if path != first
     }
-    for entry in cut_entries(parts, placements, state.tree, renewed):
+    for entry in find_cut_entries(parts, placements, state.tree, renewed):
         tensor, placement = (
-            state.tensors[entry.path] if entry.piece is None else entry.piece,
+            state.tensors[entry.path] if entry.trained_part is None else entry.trained_part,
             entry.placement,
         )
         if not _is_part(entry, tuple(tensor.shape), placement.local):
@@ -140,11 +148,13 @@ def split(
         path: tensor for path, tensor in state.tensors.items() if path not in cut_paths
     }
     return Snapshot(
-        state.version, _tied(contiguous(state.tree, cut_paths), tied_paths), uncut_tensors
+        state.version,
+        _replace_paths(drop_strides(state.tree, cut_paths), tied_paths),
+        uncut_tensors,
     ), blocks
 
 
-def _repeated(
+def _find_shared_parameters(
     parts: Mapping[str, Stateful], placements: Placements, tree: Json
 ) -> Iterator[tuple[str, str]]:
     """Yield each path of an empty cut parameter, with the first path of the same parameter.
@@ -152,35 +162,35 @@ def _repeated(
     A snapshot finds tied tensors by their memory. Tensors without elements have none, so tied ones
     would look like separate parameters.
     """
-    trees = entries(tree)
+    trees = subtrees_by_key(tree)
     for name, part in parts.items():
-        first_paths, stored = dict[int, str](), entries(trees.get(name))
+        first_paths, stored = dict[int, str](), subtrees_by_key(trees.get(name))
         for key, parameter in (
             part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
         ):
             if (
-                (path := path_of(stored.get(key))) is not None
+                (path := tensor_path(stored.get(key))) is not None
                 and not parameter.numel()
                 and placements.placement_of(parameter, key).axes
             ):
                 yield path, first_paths.setdefault(id(parameter), path)
 
 
-def _tied(tree: Json, new_paths: Mapping[str, str]) -> Json:
+def _replace_paths(tree: Json, new_paths: Mapping[str, str]) -> Json:
     """Copy a tree, and replace the paths that `again` has."""
     if not new_paths or not isinstance(tree, dict | list):
         return tree
     if isinstance(tree, list):
-        return [_tied(item, new_paths) for item in tree]
-    path = path_of(tree)
+        return [_replace_paths(item, new_paths) for item in tree]
+    path = tensor_path(tree)
     return (
         {**tree, "path": new_paths.get(path, path)}
         if path is not None
-        else {key: _tied(value, new_paths) for key, value in tree.items()}
+        else {key: _replace_paths(value, new_paths) for key, value in tree.items()}
     )
 
 
-def gather(
+def read_local_state(
     state: Snapshot, reader: BlockReader, parts: Mapping[str, Stateful], placements: Placements
 ) -> Snapshot:
     """Read this worker's part of a state that was saved under any cuts.
@@ -194,23 +204,25 @@ def gather(
     Raises:
         CheckpointError: The state is of another model.
     """
-    _compare(parts, placements, state.tree, reader.index)
+    _check_same_model(parts, placements, state.tree, reader.index)
     places = {
         entry.path: entry.placement
-        for entry in cut_entries(parts, placements, state.tree)
-        if _is_part(entry, reader.stored(entry.path).shape, entry.placement.shape)
+        for entry in find_cut_entries(parts, placements, state.tree)
+        if _is_part(entry, reader.get_stored_tensor(entry.path).shape, entry.placement.shape)
     }
     tensors = {
-        path: _local(reader, path, places[path]) if path in places else reader.read(path)
+        path: _read_local_part(reader, path, places[path])
+        if path in places
+        else reader.read_rectangle(path)
         for path in reader.index
     }
-    return Snapshot(state.version, contiguous(state.tree, places), tensors)
+    return Snapshot(state.version, drop_strides(state.tree, places), tensors)
 
 
-def _local(reader: BlockReader, path: str, placement: Placement) -> Tensor:
-    local = torch.empty(placement.local, dtype=reader.stored(path).dtype)
+def _read_local_part(reader: BlockReader, path: str, placement: Placement) -> Tensor:
+    local = torch.empty(placement.local, dtype=reader.get_stored_tensor(path).dtype)
     for region in placement.regions:
-        region.view_local(local).copy_(reader.read(path, region.logical))
+        region.view_local(local).copy_(reader.read_rectangle(path, region.logical))
     return local
 
 
@@ -220,10 +232,10 @@ def _is_part(entry: CutEntry, shape: tuple[int, ...], parameter_shape: tuple[int
     Raises `CheckpointError` for a tensor that has another shape and is not a single number.
     """
     if shape == parameter_shape:
-        return not entry.counts or shape != ()
-    if entry.own or torch.Size(shape).numel() > 1:
+        return not entry.is_step_count or shape != ()
+    if entry.is_parameter or torch.Size(shape).numel() > 1:
         raise CheckpointError(
-            f"{entry.what} has the shape {list(shape)}, "
+            f"{entry.description} has the shape {list(shape)}, "
             f"and the parameter has {list(parameter_shape)}: "
             "of a cut parameter, only state of the same shape or a single number can be saved; "
             "use an optimizer with such state, or don't cut this parameter"
@@ -231,29 +243,38 @@ def _is_part(entry: CutEntry, shape: tuple[int, ...], parameter_shape: tuple[int
     return False
 
 
-def _compare(
+def _check_same_model(
     parts: Mapping[str, Stateful],
     placements: Placements,
     tree: Json,
     index: Mapping[str, StoredTensor],
 ) -> None:
     """Raise `CheckpointError` for a state of another model, with the first differences."""
-    differences, trees = list[str](), entries(tree)
+    differences, trees = list[str](), subtrees_by_key(tree)
     for name, part in parts.items():
         if not isinstance(part, nn.Module) or name not in trees:
             continue
-        stored, local_names = entries(trees[name]), part.state_dict()
+        stored, local_names = subtrees_by_key(trees[name]), part.state_dict()
         for key, parameter in part.named_parameters(remove_duplicate=False):
             shape = list(placements.placement_of(parameter, key).shape)
             if key not in stored:
-                differences.append(f"{name}.{key} {shape} is not in it{nearest(key, stored)}")
-            elif (path := path_of(stored[key])) is not None and list(index[path].shape) != shape:
+                differences.append(
+                    f"{name}.{key} {shape} is not in it{suggest_nearest(key, stored)}"
+                )
+            elif (path := tensor_path(stored[key])) is not None and list(
+                index[path].shape
+            ) != shape:
                 differences.append(f"{name}.{key} is {list(index[path].shape)} in it, {shape} here")
         differences += [f"{name}.{key} is not here" for key in stored if key not in local_names]
     if differences:
-        more = f" and {len(differences) - SHOWN} more" if len(differences) > SHOWN else ""
+        more = (
+            f" and {len(differences) - MAX_SHOWN_DIFFERENCES} more"
+            if len(differences) > MAX_SHOWN_DIFFERENCES
+            else ""
+        )
         raise CheckpointError(
-            f"this state is of another model: {'; '.join(differences[:SHOWN])}{more}. "
+            "this state is of another model: "
+            f"{'; '.join(differences[:MAX_SHOWN_DIFFERENCES])}{more}. "
             "Build the same model and optimizers as in the "
             "run that saved it, or start from the beginning"
         )

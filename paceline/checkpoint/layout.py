@@ -33,31 +33,33 @@ class StateLayout:
     mesh: Mesh
     rank: int
     placements: Placements
-    renewed: Callable[[Parameter], Parameter | None] = lambda parameter: None
-    splits: Callable[[], list[list[int]]] = list
-    level: Callable[[], None] = lambda: None
+    find_trained: Callable[[Parameter], Parameter | None] = lambda parameter: None
+    stage_bounds: Callable[[], list[list[int]]] = list
+    equalize_copies: Callable[[], None] = lambda: None
 
     @property
     def is_cut(self) -> bool:
         """Whether any parameter is cut between workers."""
         return any(placement.axes for placement in self.placements)
 
-    def writes(self, placement: Placement) -> bool:
+    def writes_part(self, placement: Placement) -> bool:
         """Whether this worker is the first one of all that hold the same part of a parameter."""
-        return not placement.copy and self._is_first(self.rank, placement.axes)
+        return not placement.copy and self._holds_first_copy(self.rank, placement.axes)
 
-    def writers(self) -> list[int]:
+    def writer_ranks(self) -> list[int]:
         """Ranks of the workers that write parts of parameters. Rank 0 is always among them."""
         kinds = {placement.axes for placement in self.placements if placement.axes}
         return sorted(
-            rank for rank in self.mesh.grid if any(self._is_first(rank, axes) for axes in kinds)
+            rank
+            for rank in self.mesh.grid
+            if any(self._holds_first_copy(rank, axes) for axes in kinds)
         )
 
-    def replicas(self, rank: int) -> tuple[int, ...]:
+    def replica_ranks(self, rank: int) -> tuple[int, ...]:
         """Ranks of the workers that hold the same parts as `rank`, in the order of strategies."""
-        return self.mesh.group(rank, ["data"])
+        return self.mesh.ranks_along(rank, ["data"])
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Hash of the cuts: equal on all workers, and in all runs with the same cuts."""
         cuts = sorted(
             [placement.name, list(placement.axes), placement.is_flat]
@@ -65,10 +67,10 @@ class StateLayout:
             if placement.axes
         )
         return hashlib.sha256(
-            json.dumps([str(self.mesh), self.mesh.grid, cuts, self.splits()]).encode()
+            json.dumps([str(self.mesh), self.mesh.grid, cuts, self.stage_bounds()]).encode()
         ).hexdigest()
 
-    def _is_first(self, rank: int, axes: tuple[str, ...]) -> bool:
+    def _holds_first_copy(self, rank: int, axes: tuple[str, ...]) -> bool:
         # A part depends on the coordinates along the axes of the cut alone. Workers that differ
         # along any other axis hold copies, and the first copy has 0 there.
         return all(

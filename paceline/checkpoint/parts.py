@@ -13,28 +13,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.checkpoint.cut_state import gather, split
+from paceline.checkpoint.cut_state import read_local_state, split_state
 from paceline.checkpoint.files import pending
-from paceline.checkpoint.files.block_files import BlockReader, BlocksLayout, plan
+from paceline.checkpoint.files.block_files import BlockReader, BlocksLayout, lay_out_blocks
 from paceline.checkpoint.files.checkpoint import Checkpoint
 from paceline.checkpoint.files.file_layout import CopyMemory
 from paceline.checkpoint.files.pending import WrittenBlocks
 from paceline.checkpoint.layout import StateLayout
 from paceline.comm.agreement import Agreement, act_together
 from paceline.errors import CheckpointError
-from paceline.state.blocks import from_json, to_json
+from paceline.state.blocks import index_from_json, index_to_json
 from paceline.state.snapshot import Snapshot
-from paceline.state.versioned import Versioned
+from paceline.state.versioned import VersionedState
 
-SHARED = "put runs on a file system that all hosts share, with pl.start(folder=...)"
+SHARED_FOLDER_HINT = "put runs on a file system that all hosts share, with pl.start(folder=...)"
 
 
 @dataclass(frozen=True)
-class HeldPart:
+class PartCopy:
     """Copy of a worker's part, to be written while training goes on."""
 
-    place: Path
-    number: int
+    folder: Path
+    rank: int
     layout: BlocksLayout
 
     @property
@@ -42,9 +42,9 @@ class HeldPart:
         """Bytes of the part."""
         return self.layout.layout.nbytes
 
-    def leave(self, moved: Callable[[int], None] = lambda nbytes: None) -> None:
+    def write_part(self, moved: Callable[[int], None] = lambda nbytes: None) -> None:
         """Write the part, and a note about it for the first worker. Raises `CheckpointError`."""
-        pending.leave(self.place, self.number, self.layout, moved)
+        pending.write_part(self.folder, self.rank, self.layout, moved)
 
 
 @dataclass(frozen=True)
@@ -61,28 +61,30 @@ class PendingParts:
         seconds: Seconds that the first worker waits for all parts.
     """
 
-    place: Path
-    number: int
-    rest: Snapshot
-    mine: BlocksLayout | None
-    writers: list[int]
-    total: int
-    seconds: float
+    folder: Path
+    rank: int
+    uncut_state: Snapshot
+    own_layout: BlocksLayout | None
+    writer_ranks: list[int]
+    total_nbytes: int
+    timeout_seconds: float
 
-    def held(self, room: CopyMemory, number: int) -> HeldPart:
+    def copy_part(self, room: CopyMemory, number: int) -> PartCopy:
         """Copy this worker's part into the block `number` of `room`."""
-        assert self.mine is not None
-        copied = self.mine.layout.hold(room, number)
-        return HeldPart(
-            self.place, self.number, BlocksLayout(self.mine.file, copied, self.mine.index)
+        assert self.own_layout is not None
+        copied = self.own_layout.layout.copy_into(room, number)
+        return PartCopy(
+            self.folder,
+            self.rank,
+            BlocksLayout(self.own_layout.file, copied, self.own_layout.index),
         )
 
-    def collect(
+    def collect_parts(
         self, place: Path, before: Callable[[], None] = lambda: None
     ) -> list[WrittenBlocks]:
         """Call `before`, wait for the parts of all workers, and return their contents."""
         before()
-        return pending.collect(place, self.writers, self.seconds)
+        return pending.collect_parts(place, self.writer_ranks, self.timeout_seconds)
 
 
 class CutParts:
@@ -95,21 +97,23 @@ class CutParts:
     """
 
     def __init__(self, agreement: Agreement, layout: StateLayout, seconds: float) -> None:
-        self.agreement, self.layout, self._seconds = agreement, layout, seconds
+        self.agreement, self.layout, self._timeout_seconds = agreement, layout, seconds
 
-    def reserve(self, folder: Path, state: Versioned, settle: Callable[[], None]) -> PendingParts:
+    def reserve_folder(
+        self, folder: Path, state: VersionedState, settle: Callable[[], None]
+    ) -> PendingParts:
         """Make a folder for the checkpoint of `state`, and plan this worker's part. Collective.
 
         The first worker calls `settle` before it makes the folder. Raises `CheckpointError` on all
         workers if one of them doesn't see the folder.
         """
         agreement, rank, layout = self.agreement, self.agreement.group.rank, self.layout
-        layout.level()
+        layout.equalize_copies()
 
         def make_folder() -> bytes:
             settle()
             try:
-                return str(pending.reserve(folder)).encode()
+                return str(pending.reserve_folder(folder)).encode()
             except OSError as error:
                 raise CheckpointError(
                     f"nothing can be saved in {folder}: {error}; check that it can be written"
@@ -117,28 +121,30 @@ class CutParts:
 
         temporary_folder = Path(agreement.tell_everyone("run.save, a folder", make_folder).decode())
         objects = dict(zip(state.names, state.parts, strict=True))
-        writer_ranks, own_layout, uncut_state = layout.writers(), None, Snapshot(0, None, {})
+        writer_ranks, own_layout, uncut_state = layout.writer_ranks(), None, Snapshot(0, None, {})
 
         def plan_own_part() -> int:
             nonlocal own_layout, uncut_state
-            uncut_state, blocks = split(
-                state.snapshot(copy=False),
+            uncut_state, blocks = split_state(
+                state.take_snapshot(copy=False),
                 objects,
                 layout.placements,
-                layout.writes,
-                layout.renewed,
+                layout.writes_part,
+                layout.find_trained,
             )
             if rank in writer_ranks:
                 if not temporary_folder.is_dir():
                     raise CheckpointError(
                         f"worker {rank} doesn't see {temporary_folder}, "
-                        f"and its part of the model is written there: {SHARED}"
+                        f"and its part of the model is written there: {SHARED_FOLDER_HINT}"
                     )
-                own_layout = plan(rank, blocks)
+                own_layout = lay_out_blocks(rank, blocks)
             return 0 if own_layout is None else own_layout.layout.nbytes
 
         # If one worker fails here, all of them raise its error, and nothing stays of the folder.
-        total_nbytes = sum(self._all("run.save, what is cut", plan_own_part, temporary_folder))
+        total_nbytes = sum(
+            self._run_on_all("run.save, what is cut", plan_own_part, temporary_folder)
+        )
         return PendingParts(
             temporary_folder,
             rank,
@@ -146,29 +152,29 @@ class CutParts:
             own_layout,
             writer_ranks,
             total_nbytes,
-            self._seconds,
+            self._timeout_seconds,
         )
 
-    def write(self, parts: PendingParts) -> None:
+    def write_parts(self, parts: PendingParts) -> None:
         """Write this worker's part, and wait until all workers have written theirs. Collective."""
 
         def write_own_part() -> int:
-            if parts.mine is not None:
-                pending.leave(parts.place, parts.number, parts.mine)
+            if parts.own_layout is not None:
+                pending.write_part(parts.folder, parts.rank, parts.own_layout)
             return 0
 
-        self._all("run.save, parts", write_own_part, parts.place)
+        self._run_on_all("run.save, parts", write_own_part, parts.folder)
 
-    def describe(self, loaded: Checkpoint) -> Snapshot:
+    def pack_places(self, loaded: Checkpoint) -> Snapshot:
         """Pack the tree and the index of a checkpoint, for `read_parts` on all workers."""
         places = {
             "version": loaded.snapshot.version,
             "tree": loaded.snapshot.tree,
-            "index": to_json(loaded.index),
+            "index": index_to_json(loaded.index),
         }
         return Snapshot(0, json.dumps(places), {})
 
-    def read(self, path: Path, described: Snapshot, state: Versioned) -> Snapshot:
+    def read_parts(self, path: Path, described: Snapshot, state: VersionedState) -> Snapshot:
         """Read this worker's part of the checkpoint in `path`.
 
         Collective: if one worker can't read its part, all raise `CheckpointError`.
@@ -185,11 +191,11 @@ class CutParts:
             if not path.is_dir():
                 raise CheckpointError(
                     f"worker {self.agreement.group.rank} doesn't see {path}, and reads its part "
-                    f"there: {SHARED}"
+                    f"there: {SHARED_FOLDER_HINT}"
                 )
-            with BlockReader(path, from_json(places["index"])) as reader:
+            with BlockReader(path, index_from_json(places["index"])) as reader:
                 local_states.append(
-                    gather(
+                    read_local_state(
                         Snapshot(places["version"], places["tree"], {}),
                         reader,
                         objects,
@@ -198,10 +204,10 @@ class CutParts:
                 )
             return 0
 
-        self._all("run.resume, parts", read_own_part, None)
+        self._run_on_all("run.resume, parts", read_own_part, None)
         return local_states[0]
 
-    def _all(self, what: str, act: Callable[[], int], place: Path | None) -> list[int]:
+    def _run_on_all(self, what: str, act: Callable[[], int], place: Path | None) -> list[int]:
         """Call `act` on all workers, and collect the results.
 
         If one worker raises `CheckpointError`, all raise that error, and `place` is removed.
@@ -215,6 +221,6 @@ class CutParts:
             ]
         except CheckpointError:
             if place is not None and self.agreement.group.rank == 0:
-                with pending.ending(place):
+                with pending.remove_afterwards(place):
                     pass
             raise

@@ -45,67 +45,67 @@ class RunResumption:
         folder: RunFolder,
         start: JobStart | None,
     ) -> None:
-        self._saving, self._everyone, self._announce = saving, everyone, announce
+        self._saver, self._everyone, self._announce = saving, everyone, announce
         self._loop, self._records, self._folder = loop, records, folder
-        self._restartable, self._again = (
+        self._restartable, self._has_restarted = (
             start is not None,
             start is not None and start.folder is not None,
         )
-        self._asked = False  # the run looked for a checkpoint
-        self._trains = False
-        self._warned = False
+        self._has_resumed = False  # the run looked for a checkpoint
+        self._has_trained = False
+        self._has_warned = False
 
-    def resume(self, folder: str | Path | None) -> bool:
+    def resume_newest(self, folder: str | Path | None) -> bool:
         """Restore the newest complete checkpoint, as `Run.resume` does. Collective.
 
         After a restart of the job, a checkpoint of the run itself comes before all others.
         """
         folders = [self._folder.path, *self._folder.earlier] if folder is None else [Path(folder)]
-        return self._load(
-            [self._folder.path, *folders] if self._again else folders,
+        return self._resume_from(
+            [self._folder.path, *folders] if self._has_restarted else folders,
             named=self._folder.named or folder is not None,
         )
 
-    def epochs_begin(self) -> None:
+    def resume_after_restart(self) -> None:
         """Load the run's own checkpoint if the job was restarted. Collective.
 
         Nothing happens if the script has called `run.resume`.
         """
-        if self._again and not self._asked:
-            self._load([self._folder.path], named=True)
+        if self._has_restarted and not self._has_resumed:
+            self._resume_from([self._folder.path], named=True)
 
     def training_begins(self) -> None:
         """Remove steps from the log, once, that an earlier start took and this one takes again."""
-        if self._trains:
+        if self._has_trained:
             return
-        self._trains = True
-        if not self._again:
+        self._has_trained = True
+        if not self._has_restarted:
             return
-        if not self._asked and catalogue.newest(self._folder.checkpoints):
+        if not self._has_resumed and catalogue.list_newest(self._folder.checkpoints):
             self._announce(
                 "the job has restarted, and trains from the beginning although it has "
                 "checkpoints: loop over run.epochs(n), or call run.resume() after run.prepare"
             )
         self._records.log.rewind_to_step(
-            self._loop.steps, time.time() - self._records.history.began
+            self._loop.steps_made, time.time() - self._records.history.began
         )
 
-    def epoch_ended(self) -> None:
+    def warn_without_checkpoint(self) -> None:
         """Warn, once, if an epoch has ended without a checkpoint: a restart would begin anew."""
-        if not self._restartable or self._warned:
+        if not self._restartable or self._has_warned:
             return
-        self._warned, tally = True, self._saving.tally()
+        self._has_warned, tally = True, self._saver.copy_tally()
         if (
             not tally["count"]
             and not tally["background"]
-            and not catalogue.newest(self._folder.checkpoints)
+            and not catalogue.list_newest(self._folder.checkpoints)
         ):
             self._announce(
                 "an epoch is over and nothing is saved: --restarts would begin anew; "
                 "call run.save now and then"
             )
 
-    def before_save(self) -> None:
+    def flush_log(self) -> None:
         """Flush the log of all steps so far, if a restart of the job may resume here.
 
         Collective.
@@ -113,17 +113,17 @@ class RunResumption:
         if self._restartable and not self._loop.apart:
             self._records.log.hand_over(self._everyone)
 
-    def _load(self, folders: list[Path], *, named: bool) -> bool:
+    def _resume_from(self, folders: list[Path], *, named: bool) -> bool:
         """Load the newest checkpoint of the first folder that has one; False if none has."""
-        self._asked = True
+        self._has_resumed = True
         places = [
             place if place.name == "checkpoints" else place / "checkpoints"
             for place in dict.fromkeys(folders)
         ]
-        path = self._saving.resume(places, named=named)
+        path = self._saver.resume_newest(places, named=named)
         if path is None:
             return False
         # The workers meet after the first new step, wherever the resumed run had its next meeting.
-        self._records.meetings.meet_after_step(self._loop.steps + 1)
-        self._announce(f"resumed from {path} at step {self._loop.steps}")
+        self._records.meetings.meet_after_step(self._loop.steps_made + 1)
+        self._announce(f"resumed from {path} at step {self._loop.steps_made}")
         return True

@@ -25,31 +25,36 @@ from paceline.checkpoint import best
 from paceline.checkpoint import tables as stored
 from paceline.checkpoint.files import catalogue, checkpoint
 from paceline.checkpoint.files.background import BackgroundWrite
-from paceline.checkpoint.files.file_layout import CopyMemory, FileLayout, image, received
+from paceline.checkpoint.files.file_layout import (
+    CopyMemory,
+    FileLayout,
+    lay_out_snapshot,
+    unpack_layout,
+)
 from paceline.checkpoint.files.manifest import Metric
 from paceline.checkpoint.parts import CutParts, PendingParts
 from paceline.checkpoint.state import WorkerState
 from paceline.data.loader import ShareLoader
 from paceline.errors import CheckpointError
-from paceline.prepare.checks import strangely_scheduled
+from paceline.prepare.checks import find_unprepared_schedules
 from paceline.record.folder import RunFolder, script_name
 from paceline.record.history import RunHistory
 from paceline.servers.run_tables import RunTables
-from paceline.state.snapshot import Snapshot, byte_tensor, loads
-from paceline.state.versioned import Stateful, Versioned
+from paceline.state.snapshot import Snapshot, copy_to_tensor, snapshot_from_bytes
+from paceline.state.versioned import Stateful, VersionedState
 from paceline.sync.context import SyncContext
 
 # The first worker gives up this number of seconds before the deadline of the other workers. So the
 # error that users see is its own, which says what it waited for.
-EARLIER = 10.0
+WRITER_MARGIN_SECONDS = 10.0
 
 
-def patience(deadline: float) -> float:
+def compute_write_timeout(deadline: float) -> float:
     """Seconds that the first worker waits for a disk.
 
     The other workers wait `deadline` seconds for the first worker.
     """
-    return max(deadline - EARLIER, deadline / 2)
+    return max(deadline - WRITER_MARGIN_SECONDS, deadline / 2)
 
 
 @dataclass
@@ -95,7 +100,7 @@ class CheckpointSaver:
 
     def __init__(
         self,
-        state: Versioned,
+        state: VersionedState,
         own: WorkerState,
         context: SyncContext,
         history: RunHistory,
@@ -105,7 +110,7 @@ class CheckpointSaver:
         deadline: float,
         pinned: bool,
     ) -> None:
-        self._state, self._own, self._context, self._history, self._parts = (
+        self._state, self._worker_state, self._context, self._history, self._cut_parts = (
             state,
             own,
             context,
@@ -113,15 +118,17 @@ class CheckpointSaver:
             parts,
         )
         self._agreement = parts.agreement  # between all workers
-        self._patience = patience(deadline)
+        self._write_timeout = compute_write_timeout(deadline)
         self._tables, self._pinned = tables, pinned
-        self._memory: CopyMemory | None = None
-        self._writing: BackgroundWrite | None = None
-        self._failure: CheckpointError | None = None  # of a background write, not raised yet
-        self._promised: Path | None = None  # path of the last background save
+        self._copy_memory: CopyMemory | None = None
+        self._background_write: BackgroundWrite | None = None
+        self._background_error: CheckpointError | None = (
+            None  # of a background write, not raised yet
+        )
+        self._promised_path: Path | None = None  # path of the last background save
         self._tally = SaveTally()
-        self._said = set[str]()
-        self._best = best.BestCheckpoint(context.announce)
+        self._warned_optimizers = set[str]()
+        self._best_checkpoint = best.BestCheckpoint(context.announce)
 
     def save(self, order: SaveRequest) -> Path:
         """Write a checkpoint, or begin one in the background. Collective.
@@ -129,11 +136,11 @@ class CheckpointSaver:
         Returns the path of the checkpoint on all workers.
         """
         began = time.perf_counter()
-        checkpoint.check(order.step, order.keep)
-        for text in left_out(self._state.parts, self._said):
+        checkpoint.check_save_options(order.step, order.keep)
+        for text in describe_missing_schedulers(self._state.parts, self._warned_optimizers):
             self._context.announce(text)
         in_background = order.background
-        if in_background and self._tables.kept:
+        if in_background and self._tables.tables:
             self._context.announce(
                 "with sparse tables a checkpoint is written at once, background=True or not: "
                 "training waits for the disk"
@@ -147,22 +154,24 @@ class CheckpointSaver:
             order: SaveRequest, own: dict[int, FileLayout], pending_parts: PendingParts | None
         ) -> bytes:
             if not first_result:
-                lost_notice = self._missed()
-                self.settle()
+                lost_notice = self._report_lost_checkpoint()
+                self.finish_write()
                 self._tally.background += in_background
-                first_result.append((str(self._begin(order, own, pending_parts)), lost_notice))
+                first_result.append(
+                    (str(self._begin_checkpoint(order, own, pending_parts)), lost_notice)
+                )
             return bytes(msgpack.packb([*first_result[0], *astuple(self._tally)]))
 
         def save_together() -> str:
             # 1. Bring everything that belongs to one worker alone to the first worker.
-            self._own.abilities.converge()
-            own, metric = self._collect(order.metric)
+            self._worker_state.abilities.converge()
+            own, metric = self._collect_worker_states(order.metric)
             if metric is not None:
                 self._agreement.tell_everyone(
-                    "run.save, its metric", lambda: self._prove(order.folder, metric)
+                    "run.save, its metric", lambda: self._check_metric(order.folder, metric)
                 )
             # 2. Each worker writes its part of cut models, or begins to.
-            pending_parts = self._begin_parts(order) if self._parts.layout.is_cut else None
+            pending_parts = self._begin_own_part(order) if self._cut_parts.layout.is_cut else None
             # 3. The first worker writes the rest, or begins to. All workers learn the path and the
             # tally, so that any of them can take over from the first worker.
             call_name = "run.save, begun" if order.background else "run.save, written"
@@ -177,52 +186,54 @@ class CheckpointSaver:
             return str(path)
 
         path = Path(self._agreement.attempt_call(save_together))
-        self._promised = path if order.background else None
+        self._promised_path = path if order.background else None
         self._tally.stall_seconds += time.perf_counter() - began
         self._history.note_checkpoint(path.name, order.step, background=order.background)
         return path
 
-    def _prove(self, folder: Path, metric: Metric) -> bytes:
+    def _check_metric(self, folder: Path, metric: Metric) -> bytes:
         """Raise `UsageError` if `metric` can't be compared with those of earlier checkpoints."""
-        self.settle()
-        self._best.check(folder, metric)
+        self.finish_write()
+        self._best_checkpoint.check_direction(folder, metric)
         return b""
 
-    def _begin_parts(self, order: SaveRequest) -> PendingParts:
+    def _begin_own_part(self, order: SaveRequest) -> PendingParts:
         """Write this worker's part of the cut models, or begin to. Collective.
 
         In the background, the first worker writes its part together with the rest of the state.
         """
-        pending_parts = self._parts.reserve(order.folder, self._state, self.settle)
-        if self._agreement.group.rank and pending_parts.mine is not None and order.background:
-            self.wait()
-            self._failure = None  # the first worker has raised the same error
-            self._memory = self._memory or CopyMemory(pinned=self._pinned)
-            part_copy = pending_parts.held(self._memory, 0)
-            self._writing = BackgroundWrite(
+        pending_parts = self._cut_parts.reserve_folder(order.folder, self._state, self.finish_write)
+        if self._agreement.group.rank and pending_parts.own_layout is not None and order.background:
+            self.wait_for_write()
+            self._background_error = None  # the first worker has raised the same error
+            self._copy_memory = self._copy_memory or CopyMemory(pinned=self._pinned)
+            part_copy = pending_parts.copy_part(self._copy_memory, 0)
+            self._background_write = BackgroundWrite(
                 f"the part of step {order.step}",
                 part_copy.nbytes,
-                part_copy.leave,
+                part_copy.write_part,
                 self._context.announce,
             )
         if not order.background:
-            self._parts.write(pending_parts)
+            self._cut_parts.write_parts(pending_parts)
         return pending_parts
 
-    def _begin(
+    def _begin_checkpoint(
         self, order: SaveRequest, worker_layouts: dict[int, FileLayout], cut: PendingParts | None
     ) -> Path:
         """Write the checkpoint on the first worker, or begin to, and return its path."""
         folder, step, keep = order.folder, order.step, order.keep
-        layout = image(self._state.snapshot(copy=False) if cut is None else cut.rest)
-        nbytes = layout.nbytes + (0 if cut is None else cut.total)
-        reserved_folder = None if cut is None else cut.place
+        layout = lay_out_snapshot(
+            self._state.take_snapshot(copy=False) if cut is None else cut.uncut_state
+        )
+        nbytes = layout.nbytes + (0 if cut is None else cut.total_nbytes)
+        reserved_folder = None if cut is None else cut.folder
         if not order.background:
             write_start = time.perf_counter()
-            extra_layouts = stored.images(self._tables.kept)
-            blocks = None if cut is None else cut.collect
+            extra_layouts = stored.lay_out_tables(self._tables.tables)
+            blocks = None if cut is None else cut.collect_parts
             write_now = partial(
-                checkpoint.write,
+                checkpoint.write_checkpoint,
                 folder,
                 layout,
                 step,
@@ -233,24 +244,26 @@ class CheckpointSaver:
                 blocks=blocks,
                 metric=order.metric,
             )
-            path = self._best.follow(folder, order.metric, write_now)
-            self._count(nbytes, time.perf_counter() - write_start)
+            path = self._best_checkpoint.write_and_announce(folder, order.metric, write_now)
+            self._count_write(nbytes, time.perf_counter() - write_start)
             return path
         # Training goes on while the thread writes, so the thread gets copies of all tensors.
-        self._memory = self._memory or CopyMemory(pinned=self._pinned)
-        layout = layout.hold(self._memory, 0)
+        self._copy_memory = self._copy_memory or CopyMemory(pinned=self._pinned)
+        layout = layout.copy_into(self._copy_memory, 0)
         worker_layouts[self._agreement.group.rank] = worker_layouts[
             self._agreement.group.rank
-        ].hold(self._memory, 1)
-        part_copy = None if cut is None or cut.mine is None else cut.held(self._memory, 2)
-        target = catalogue.free(folder, step)
+        ].copy_into(self._copy_memory, 1)
+        part_copy = (
+            None if cut is None or cut.own_layout is None else cut.copy_part(self._copy_memory, 2)
+        )
+        target = catalogue.choose_free_path(folder, step)
 
         def write_in_background(moved: Callable[[int], None]) -> Path:
             # The part of this worker comes first: `collect` then waits for those of all workers.
             write_own_part = (
-                partial(part_copy.leave, moved) if part_copy is not None else lambda: None
+                partial(part_copy.write_part, moved) if part_copy is not None else lambda: None
             )
-            blocks = None if cut is None else partial(cut.collect, before=write_own_part)
+            blocks = None if cut is None else partial(cut.collect_parts, before=write_own_part)
             options: dict[str, Any] = {
                 "target": target,
                 "moved": moved,
@@ -258,70 +271,80 @@ class CheckpointSaver:
                 "blocks": blocks,
                 "metric": order.metric,
             }
-            return self._best.follow(
+            return self._best_checkpoint.write_and_announce(
                 folder,
                 order.metric,
                 partial(
-                    checkpoint.write, folder, layout, step, own=worker_layouts, keep=keep, **options
+                    checkpoint.write_checkpoint,
+                    folder,
+                    layout,
+                    step,
+                    own=worker_layouts,
+                    keep=keep,
+                    **options,
                 ),
             )
 
-        self._writing = BackgroundWrite(
+        self._background_write = BackgroundWrite(
             f"step {step}", nbytes, write_in_background, self._context.announce
         )
         return target
 
-    def _count(self, nbytes: int, seconds: float) -> None:
+    def _count_write(self, nbytes: int, seconds: float) -> None:
         self._tally.count += 1
         self._tally.write_seconds += seconds
         self._tally.nbytes += nbytes
 
     # ---- in the background
 
-    def wait(self) -> None:
+    def wait_for_write(self) -> None:
         """Wait for a write under way on this worker, up to the deadline.
 
         If the write fails, `raise_write_error` raises the error.
         """
-        writing = self._writing
+        writing = self._background_write
         if writing is None:
-            if missed := self._missed():
+            if missed := self._report_lost_checkpoint():
                 self._history.note_event(missed)
             return
-        if writing.wait(self._patience):
-            self._writing, self._promised = None, None
-        self._failure = writing.failure()
-        if self._failure is None:
-            self._count(writing.nbytes, writing.seconds)
+        if writing.wait_until_ended(self._write_timeout):
+            self._background_write, self._promised_path = None, None
+        self._background_error = writing.explain_failure()
+        if self._background_error is None:
+            self._count_write(writing.nbytes, writing.seconds)
         else:
-            self._history.note_event(str(self._failure))
+            self._history.note_event(str(self._background_error))
 
-    def settle(self) -> None:
+    def finish_write(self) -> None:
         """Wait for a write under way on this worker, and raise its error if it failed."""
-        self.wait()
-        self.last()
+        self.wait_for_write()
+        self.raise_write_error()
 
-    def last(self) -> bytes:
+    def raise_write_error(self) -> bytes:
         """Raise the error of a failed background write, once.
 
         Returns empty bytes, because agreements carry bytes.
         """
-        failure, self._failure = self._failure, None
+        failure, self._background_error = self._background_error, None
         if failure is not None:
             raise failure
         return b""
 
-    def _missed(self) -> str:
+    def _report_lost_checkpoint(self) -> str:
         """Announce, once, that a checkpoint was lost with the worker that wrote it.
 
         Returns the announcement, or an empty text if no checkpoint was lost.
         """
         # Only a worker that has become the first one can have a promised path and no write of its
         # own: the first worker before it was lost while it wrote.
-        promised = self._promised
-        if promised is None or self._writing is not None or self._agreement.group.rank != 0:
+        promised = self._promised_path
+        if (
+            promised is None
+            or self._background_write is not None
+            or self._agreement.group.rank != 0
+        ):
             return ""
-        self._promised = None
+        self._promised_path = None
         text = (
             "" if promised.exists() else f"{promised.name} was lost with the worker that wrote it"
         )
@@ -329,38 +352,42 @@ class CheckpointSaver:
             self._context.announce(text)
         return text
 
-    def tally(self) -> dict[str, float]:
+    def copy_tally(self) -> dict[str, float]:
         """Copy the counts and times into a dict."""
         return asdict(self._tally)
 
-    def facts(self, folder: Path) -> dict[str, Any]:
+    def summary_facts(self, folder: Path) -> dict[str, Any]:
         """Facts for the summary: counts, times, and the best checkpoint in `folder`."""
-        return {**asdict(self._tally), **self._best.facts(folder)}
+        return {**asdict(self._tally), **self._best_checkpoint.summary_facts(folder)}
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Wait for a write under way and free the memory of copies, as the run ends."""
-        self.wait()
-        self._memory = None
+        self.wait_for_write()
+        self._copy_memory = None
 
     # ---- resuming
 
-    def resume(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
+    def resume_newest(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
         """Load the newest complete checkpoint of the first folder that has one. Collective.
 
         Returns the path of the checkpoint on all workers, or None. `named` says whether the user
         named the run or a folder. It only changes the announcement.
         """
-        context, worker_state, is_cut = self._context, self._own, self._parts.layout.is_cut
+        context, worker_state, is_cut = (
+            self._context,
+            self._worker_state,
+            self._cut_parts.layout.is_cut,
+        )
         loaded: list[checkpoint.Checkpoint] = []
 
         def read() -> bytes:
-            self.settle()
-            folder = next((folder for folder in folders if catalogue.newest(folder)), None)
+            self.finish_write()
+            folder = next((folder for folder in folders if catalogue.list_newest(folder)), None)
             if folder is None:
-                context.announce(_nothing(folders, named=named))
+                context.announce(_describe_no_checkpoint(folders, named=named))
                 return bytes(msgpack.packb(None))
-            loaded.append(checkpoint.load(folder, say=context.announce, lazy=is_cut))
-            return bytes(msgpack.packb([str(loaded[0].path), sorted(loaded[0].own)]))
+            loaded.append(checkpoint.load_checkpoint(folder, say=context.announce, lazy=is_cut))
+            return bytes(msgpack.packb([str(loaded[0].path), sorted(loaded[0].worker_snapshots)]))
 
         # 1. Only the first worker reads the disk. The others learn the path, and for which ranks
         # the checkpoint has states.
@@ -372,57 +399,64 @@ class CheckpointSaver:
         shared = (
             None
             if not loaded
-            else self._parts.describe(loaded[0])
+            else self._cut_parts.pack_places(loaded[0])
             if is_cut
             else loaded[0].snapshot
         )
         bodies = (
-            [shared, *(loaded[0].own[rank] for rank in header[1])]
+            [shared, *(loaded[0].worker_snapshots[rank] for rank in header[1])]
             if loaded
             else [None] * (1 + len(header[1]))
         )
-        snapshots = [self._hand_out(body) for body in bodies]
+        snapshots = [self._broadcast_snapshot(body) for body in bodies]
         state = (
-            self._parts.read(Path(header[0]), snapshots[0], self._state) if is_cut else snapshots[0]
+            self._cut_parts.read_parts(Path(header[0]), snapshots[0], self._state)
+            if is_cut
+            else snapshots[0]
         )
         # 3. Load the state that is shared, then the state of this worker.
-        if missing_names := self._state.restore(state):
+        if missing_names := self._state.restore_snapshot(state):
             context.announce(
                 f"{Path(header[0]).name} has no {', '.join(missing_names)}, as an earlier version "
                 "wrote it. They stay as they are"
             )
         for loader in [part for part in self._state.parts if isinstance(part, ShareLoader)]:
-            loader.begin_anew()
-        worker_state.load(
+            loader.restart_evaluation()
+        worker_state.load_worker_states(
             self._agreement.group.rank, dict(zip(header[1], snapshots[1:], strict=True))
         )
-        if self._tables.kept and not self._tables.waiting:
+        if self._tables.tables and not self._tables.is_waiting:
             self._agreement.tell_everyone(
-                "run.resume, sparse tables", lambda: stored.restore(self._tables.kept, loaded[0])
+                "run.resume, sparse tables",
+                lambda: stored.restore_tables(self._tables.tables, loaded[0]),
             )
-            self._tables.forget()
+            self._tables.discard_prefetched()
         if self._agreement.group.size > len(header[1]):
             context.announce(
                 f"the checkpoint was written by {len(header[1])} workers: the random generators of "
                 "the others go on as they are"
             )
-        self._best.resumed(Path(header[0]).parent)
+        self._best_checkpoint.remember_resumed_folder(Path(header[0]).parent)
         return Path(header[0])
 
     # ---- between workers
 
-    def _collect(self, metric: Metric | None) -> tuple[dict[int, FileLayout], Metric | None]:
+    def _collect_worker_states(
+        self, metric: Metric | None
+    ) -> tuple[dict[int, FileLayout], Metric | None]:
         """Send the state of each worker to the first one, and agree on a metric.
 
         Returns the states by rank on the first worker, and only its own state on any other.
         """
         agreement, group = self._agreement, self._agreement.group
-        own_layout, is_first = image(self._own.snapshot()), group.rank == 0
-        body = torch.empty(0, dtype=torch.uint8) if is_first else own_layout.dump()
-        answers = agreement.meet("run.save", msgpack.packb([body.nbytes, best.to_plain(metric)]))
+        own_layout, is_first = lay_out_snapshot(self._worker_state.pack_snapshot()), group.rank == 0
+        body = torch.empty(0, dtype=torch.uint8) if is_first else own_layout.pack_bytes()
+        answers = agreement.meet(
+            "run.save", msgpack.packb([body.nbytes, best.encode_metric(metric)])
+        )
         lengths, metrics = zip(*map(msgpack.unpackb, answers), strict=True)
-        metric, difference = best.agreed([best.from_plain(packed) for packed in metrics])
-        self._best.doubt(difference)
+        metric, difference = best.choose_metric([best.decode_metric(packed) for packed in metrics])
+        self._best_checkpoint.warn_once(difference)
         bodies = {
             rank: torch.empty(length, dtype=torch.uint8)
             for rank, length in enumerate(lengths)
@@ -431,31 +465,31 @@ class CheckpointSaver:
         # All lengths are known on the first worker, so one exchange receives all states.
         group.exchange([] if is_first else [(0, body)], list(bodies.items())).wait()
         return {group.rank: own_layout} | {
-            rank: received(body) for rank, body in bodies.items()
+            rank: unpack_layout(body) for rank, body in bodies.items()
         }, metric
 
-    def _hand_out(self, body: Snapshot | None) -> Snapshot:
+    def _broadcast_snapshot(self, body: Snapshot | None) -> Snapshot:
         """Send the first worker's snapshot to all workers."""
         agreement, group = self._agreement, self._agreement.group
         if group.size == 1:
             assert body is not None
             return body
-        data = body.dumps() if body is not None else b""
+        data = body.to_bytes() if body is not None else b""
         nbytes = int.from_bytes(
             agreement.tell_everyone("run.resume, size", lambda: len(data).to_bytes(8, "little")),
             "little",
         )
-        buffer = byte_tensor(data) if data else torch.empty(nbytes, dtype=torch.uint8)
+        buffer = copy_to_tensor(data) if data else torch.empty(nbytes, dtype=torch.uint8)
         group.broadcast(buffer, name="run.resume").wait()
-        return body if body is not None else loads(buffer.numpy().tobytes())
+        return body if body is not None else snapshot_from_bytes(buffer.numpy().tobytes())
 
 
-def left_out(parts: Sequence[Stateful], warned: set[str]) -> Iterator[str]:
+def describe_missing_schedulers(parts: Sequence[Stateful], warned: set[str]) -> Iterator[str]:
     """Yield a warning for each optimizer whose scheduler is not in checkpoints.
 
     `said` has the names of optimizers that had their warning. The new ones are added to it.
     """
-    for optimizer in strangely_scheduled(
+    for optimizer in find_unprepared_schedules(
         [part for part in parts if isinstance(part, Optimizer)], parts
     ):
         if (name := type(optimizer).__qualname__) not in warned:
@@ -467,7 +501,7 @@ def left_out(parts: Sequence[Stateful], warned: set[str]) -> Iterator[str]:
             )
 
 
-def _nothing(folders: Sequence[Path], *, named: bool) -> str:
+def _describe_no_checkpoint(folders: Sequence[Path], *, named: bool) -> str:
     """Describe that no checkpoint is in these folders, and where another run has one."""
     text = "nothing to resume, training begins anew: "
     text += (
@@ -488,7 +522,7 @@ def _nothing(folders: Sequence[Path], *, named: bool) -> str:
         (
             checkpoints[0]
             for place in reversed(same_script)
-            if (checkpoints := catalogue.newest(place))
+            if (checkpoints := catalogue.list_newest(place))
         ),
         None,
     )

@@ -13,13 +13,15 @@ from paceline.data.loader import ShareLoader
 from paceline.errors import CheckpointError
 from paceline.loop.turns import TrainingLoop
 from paceline.record.log import MetricsLog
-from paceline.state.snapshot import Snapshot, pack
-from paceline.state.versioned import Randomness, WorkerGenerator
+from paceline.state.snapshot import Snapshot, make_snapshot
+from paceline.state.versioned import GeneratorStates, WorkerGenerator
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Sync
-from paceline.sync.route_choice import alike, describe
+from paceline.sync.route_choice import describe_route, is_same_route
 
-OWN: Final = frozenset({"randomness", "sync", "optimizers"})  # keys of each worker's own state
+WORKER_STATE_KEYS: Final = frozenset(
+    {"randomness", "sync", "optimizers"}
+)  # keys of each worker's own state
 
 
 class RunProgress:
@@ -33,26 +35,27 @@ class RunProgress:
         # Loops over `Run.epochs` are counted from 1. `epoch` is under way or next in `loop`.
         self.epoch = 0
         self.loop = 0
-        self._loops = 0  # loops begun in this process
-        self._began_at: list[int] = []  # epoch of each loader when this epoch began
+        self._loops_begun = 0  # loops begun in this process
+        self._epochs_at_begin: list[int] = []  # epoch of each loader when this epoch began
         # Numbers of the loaders whose loop of this epoch was over before the training loop that is
         # under way began.
-        self._through: list[int] = []
+        self._finished_loaders: list[int] = []
 
-    def enter(self) -> bool:
+    def begin_epoch_loop(self) -> bool:
         """Begin a loop over `Run.epochs`.
 
         Returns False for a loop that was finished before the checkpoint was saved.
         """
-        self._loops += 1
-        if self._loops > self.loop:
-            self.loop, self.epoch = self._loops, 0
-        return self._loops == self.loop
+        self._loops_begun += 1
+        if self._loops_begun > self.loop:
+            self.loop, self.epoch = self._loops_begun, 0
+        return self._loops_begun == self.loop
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch, or continue one that was under way."""
-        self._began_at = [
-            loader.epoch - (number in self._through) for number, loader in enumerate(self._loaders)
+        self._epochs_at_begin = [
+            loader.epoch - (number in self._finished_loaders)
+            for number, loader in enumerate(self._loaders)
         ]
 
     def loop_began(self) -> None:
@@ -64,42 +67,42 @@ class RunProgress:
             len([loader for loader in self._loaders if loader.terms.training and loader.under_way])
             == 1
         ):
-            numbered = enumerate(zip(self._loaders, self._began_at, strict=False))
+            numbered = enumerate(zip(self._loaders, self._epochs_at_begin, strict=False))
             finished = (
                 (number, loader)
                 for number, (loader, first_epoch) in numbered
                 if loader.epoch > first_epoch and not loader.under_way
             )
-            self._through = [
+            self._finished_loaders = [
                 number
                 for number, loader in finished
-                if loader.terms.training and not loader.terms.idled
+                if loader.terms.training and not loader.terms.last_epoch_idle
             ]
 
-    def end(self) -> None:
+    def end_epoch(self) -> None:
         """End the epoch under way: it counts as finished."""
         self.epoch += 1
-        self._began_at, self._through = [], []
+        self._epochs_at_begin, self._finished_loaders = [], []
 
     def state_dict(self) -> dict[str, Any]:
         """State for `load_state_dict`.
 
         Inside of the loop body the current step counts as taken, as it does for the loader.
         """
-        led_step = self._loop.led
+        led_step = self._loop.leading_turn
         in_step = led_step is not None
         training = [
             (loader, began)
-            for loader, began in zip(self._loaders, self._began_at, strict=False)
+            for loader, began in zip(self._loaders, self._epochs_at_begin, strict=False)
             if loader.terms.training
         ]
         under_way = any(loader.under_way for loader, _ in training)
         epoch_is_over = any(loader.epoch > began for loader, began in training) and not under_way
-        finished = self._through if under_way else []
+        finished = self._finished_loaders if under_way else []
         return {
             "loop": self.loop,
             "epoch": self.epoch + epoch_is_over,
-            "steps": self._loop.steps + in_step,
+            "steps": self._loop.steps_made + in_step,
             "through": finished,
         }
 
@@ -107,14 +110,14 @@ class RunProgress:
         """Continue from a `state_dict`."""
         self.loop, self.epoch = state["loop"], state["epoch"]
         # The next loop that the script begins is the one that was under way.
-        self._loops = min(self._loops, max(self.loop - 1, 0))
-        self._through = [
+        self._loops_begun = min(self._loops_begun, max(self.loop - 1, 0))
+        self._finished_loaders = [
             number for number in state.get("through", ()) if number < len(self._loaders)
         ]
         # These loaders give no batches once, as their loop of this epoch is over.
         for number, loader in enumerate(self._loaders):
-            loader.leave_out(number in self._through)
-        self._loop.place(state["steps"])
+            loader.skip_next_epoch(number in self._finished_loaders)
+        self._loop.go_to_step(state["steps"])
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,7 @@ class WorkerState:
         generator: The generator of `randomness` that belongs to a place, not to a rank.
     """
 
-    randomness: Randomness
+    randomness: GeneratorStates
     sync: Sync
     abilities: Abilities
     optimizers: list[Optimizer]
@@ -144,7 +147,7 @@ class WorkerState:
     route: dict[str, Any] | None = None
     generator: WorkerGenerator = field(kw_only=True)
 
-    def snapshot(self) -> Snapshot:
+    def pack_snapshot(self) -> Snapshot:
         """Pack this state. Its tensors are the live ones, not copies."""
         optimizer_states = (
             [optimizer.state_dict() for optimizer in self.optimizers]
@@ -157,21 +160,25 @@ class WorkerState:
             "optimizers": optimizer_states,
         }
         if self.layout.is_cut:
-            state["layout"] = self.layout.fingerprint()
+            state["layout"] = self.layout.compute_fingerprint()
         if self.log is not None:
             state["log"] = self.log.state_dict()
         if self.route is not None:
             state["route"] = self.route
-        return pack(state, copy=False)
+        return make_snapshot(state, copy=False)
 
-    def load(self, rank: int, snapshots: Mapping[int, Snapshot]) -> None:
+    def load_worker_states(self, rank: int, snapshots: Mapping[int, Snapshot]) -> None:
         """Load the state of this worker from the saved states of all workers, by rank.
 
         Raises `CheckpointError` for states that another version of paceline saved.
         """
-        states = {other: snapshot.unpack() for other, snapshot in snapshots.items()}
+        states = {other: snapshot.unpack_state() for other, snapshot in snapshots.items()}
         for other, state in states.items():
-            missing = OWN.difference(state) if isinstance(state, dict) else OWN
+            missing = (
+                WORKER_STATE_KEYS.difference(state)
+                if isinstance(state, dict)
+                else WORKER_STATE_KEYS
+            )
             if missing:
                 raise CheckpointError(
                     f"the state of worker {other} lacks {', '.join(sorted(missing))}: "
@@ -180,7 +187,7 @@ class WorkerState:
                 )
         self._compare_route(next((state.get("route") for state in states.values()), None))
         # A strategy's state depends on the cuts. It is loaded only if they are the same as before.
-        fingerprint = self.layout.fingerprint() if self.layout.is_cut else ""
+        fingerprint = self.layout.compute_fingerprint() if self.layout.is_cut else ""
         cuts_are_same = all(state.get("layout", "") == fingerprint for state in states.values())
         for state in states.values():
             if "generator" in state["randomness"]:
@@ -199,14 +206,14 @@ class WorkerState:
         if rank in states:
             for optimizer, state in zip(self.optimizers, states[rank]["optimizers"], strict=False):
                 optimizer.load_state_dict(state)
-        replicas = self.layout.replicas(rank) if self.layout.is_cut else sorted(states)
+        replicas = self.layout.replica_ranks(rank) if self.layout.is_cut else sorted(states)
         self.sync.load_state_dicts([states[other]["sync"] for other in replicas if other in states])
 
     def _compare_route(self, saved: dict[str, Any] | None) -> None:
         """Say so if exchanges between hosts took another route when this was saved."""
-        if not alike(saved, self.route):
+        if not is_same_route(saved, self.route):
             self.say(
-                f"exchanges between hosts went {describe(saved)} when this was saved, and go "
-                f"{describe(self.route)} now: "
+                f"exchanges between hosts went {describe_route(saved)} when this was saved, and go "
+                f"{describe_route(self.route)} now: "
                 "sums may differ in their last bits; start both with the same --cluster"
             )

@@ -14,45 +14,45 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.checkpoint.files.checkpoint import Checkpoint
-from paceline.checkpoint.files.file_layout import FileLayout, image
+from paceline.checkpoint.files.file_layout import FileLayout, lay_out_snapshot
 from paceline.errors import CheckpointError
 from paceline.servers.run_tables import RunTable
-from paceline.state.snapshot import UNREADABLE, pack
+from paceline.state.snapshot import DECODING_ERRORS, make_snapshot
 
-PREFIX = "table-"
+TABLE_PREFIX = "table-"
 
 
-def images(tables: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
+def lay_out_tables(tables: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
     """Yield the names and layouts of all parts. The first part of a table describes it."""
     for table_number, table in enumerate(tables):
-        spec, facts = table.lookup.spec, table.lookup.facts()
-        header = {"name": table.name, "spec": spec.plain(), "count": facts["count"]}
-        for part_number, part in enumerate(itertools.chain([{}], table.lookup.parts())):
+        spec, facts = table.lookup.spec, table.lookup.summarize_rows()
+        header = {"name": table.name, "spec": spec.to_plain_data(), "count": facts["count"]}
+        for part_number, part in enumerate(itertools.chain([{}], table.lookup.read_parts())):
             yield (
-                f"{PREFIX}{table_number:03d}-{part_number:05d}",
-                image(pack({"head": header, "part": part}, copy=False)),
+                f"{TABLE_PREFIX}{table_number:03d}-{part_number:05d}",
+                lay_out_snapshot(make_snapshot({"head": header, "part": part}, copy=False)),
             )
 
 
-def restore(tables: Sequence[RunTable], loaded: Checkpoint) -> bytes:
+def restore_tables(tables: Sequence[RunTable], loaded: Checkpoint) -> bytes:
     """Load saved tables into the servers.
 
     Raises `CheckpointError` before any row is changed, if the checkpoint has other tables.
     """
-    names = sorted(name for name in loaded.more if name.startswith(PREFIX))
+    names = sorted(name for name in loaded.extra_states if name.startswith(TABLE_PREFIX))
     try:
         headers = {
-            name[: len(PREFIX) + 3]: loaded.part(name).unpack()["head"]
+            name[: len(TABLE_PREFIX) + 3]: loaded.read_state(name).unpack_state()["head"]
             for name in names
             if name.endswith("-00000")
         }
-        saved = [_form(header["name"], header["spec"]) for header in headers.values()]
-    except UNREADABLE as error:
+        saved = [_describe_table(header["name"], header["spec"]) for header in headers.values()]
+    except DECODING_ERRORS as error:
         raise CheckpointError(
             f"{loaded.path.name}: its sparse tables are not in the form in which a run saves them "
             f"({error}); use another checkpoint"
         ) from error
-    current = [_form(table.name, table.lookup.spec.plain()) for table in tables]
+    current = [_describe_table(table.name, table.lookup.spec.to_plain_data()) for table in tables]
     if saved != current:
         raise CheckpointError(
             f"the checkpoint has the sparse tables {', '.join(saved) or 'none'}, and this run has "
@@ -61,13 +61,13 @@ def restore(tables: Sequence[RunTable], loaded: Checkpoint) -> bytes:
         )
     # Rows that aren't in the checkpoint are made again from the seed. The parts put the others.
     for table, (prefix, header) in zip(tables, headers.items(), strict=True):
-        table.lookup.clear(header["spec"]["seed"], header["count"])
+        table.lookup.clear_rows(header["spec"]["seed"], header["count"])
         for name in names:
-            part = loaded.part(name).unpack()["part"] if name.startswith(prefix) else {}
+            part = loaded.read_state(name).unpack_state()["part"] if name.startswith(prefix) else {}
             if part:
-                table.lookup.put(part)
+                table.lookup.load_part(part)
     return b""
 
 
-def _form(name: str, spec: dict[str, Any]) -> str:
+def _describe_table(name: str, spec: dict[str, Any]) -> str:
     return f"{name} ({spec['rows']} x {spec['dim']} {spec['dtype']}, {spec['rule']})"

@@ -21,14 +21,14 @@ from typing import NamedTuple, overload
 
 from paceline.cluster import secret as secrets
 from paceline.errors import PlaceError
-from paceline.status.live_bar import capable, reflows
-from paceline.timings import DEFAULTS, Timings, parse
+from paceline.status.live_bar import can_show_bar, reflows_lines
+from paceline.timings import DEFAULT_TIMINGS, Timings, parse_timings
 
 Environ = Mapping[str, str]
 
 # Ports derived from a job's id lie below the ephemeral range of Linux (32768...).
-_FIRST_PORT, _PORTS = 20_000, 12_000
-_NEEDED = -(2**63)  # a default that means: the variable has to be set
+_FIRST_PORT, _PORT_COUNT = 20_000, 12_000
+_REQUIRED = -(2**63)  # a default that means: the variable has to be set
 
 
 @dataclass(frozen=True)
@@ -133,56 +133,59 @@ class Place:
     # seconds between two lines on the run's progress; infinite: none
     status_every: float | None = None
     breaks: bool = True  # whether the terminal breaks lines again when it becomes narrower
-    timings: Timings = DEFAULTS
+    timings: Timings = DEFAULT_TIMINGS
 
 
-def environment() -> dict[str, str]:
+def copy_environment() -> dict[str, str]:
     """Copy the environment of this process."""
     return dict(os.environ)
 
 
-def discover(environ: Environ | None = None) -> Place:
+def discover_place(environ: Environ | None = None) -> Place:
     """Discover the place of this process from the variables that its launcher has set.
 
     Raises `PlaceError` if they make no sense.
     """
-    variables = environment() if environ is None else environ
+    variables = copy_environment() if environ is None else environ
     places = (recognise(variables) for recognise in _LAUNCHERS)
-    place = next((place for place in places if place is not None), None) or _alone(variables)
-    _check(place)
-    return _personal(place, variables)
+    place = next((place for place in places if place is not None), None) or _make_lone_place(
+        variables
+    )
+    _check_place(place)
+    return _add_user_settings(place, variables)
 
 
-def timings(environ: Environ | None = None) -> Timings:
+def read_timings(environ: Environ | None = None) -> Timings:
     """Read the timings of this process: the defaults, and changes for tests in PACELINE_TIMINGS."""
-    text = (environment() if environ is None else environ).get("PACELINE_TIMINGS")
+    text = (copy_environment() if environ is None else environ).get("PACELINE_TIMINGS")
     try:
-        return parse(text) if text else DEFAULTS
+        return parse_timings(text) if text else DEFAULT_TIMINGS
     except ValueError as error:
         raise PlaceError(
             f"PACELINE_TIMINGS can't be used ({error}); it is meant for tests: unset it"
         ) from error
 
 
-def fixed_port(*parts: object) -> int:
+def derive_port(*parts: object) -> int:
     """Derive a port from values, so that processes with the same values get the same port."""
     digest = hashlib.sha256("\0".join(map(str, parts)).encode()).digest()
-    return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORTS
+    return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORT_COUNT
 
 
-def expand(nodelist: str) -> Iterator[str]:
+def expand_nodelist(nodelist: str) -> Iterator[str]:
     """Expand a Slurm list into host names: `a[01-03,7],b` into a01 a02 a03 a7 b."""
     # Entries are divided at commas outside of brackets. An entry may have several brackets.
     for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
         # With a group in the pattern, `split` puts the contents of brackets at odd indices.
         pieces = re.split(r"\[([^\]]*)\]", entry.strip())
         choices = [
-            list(_numbers(piece)) if index % 2 else [piece] for index, piece in enumerate(pieces)
+            list(_expand_ranges(piece)) if index % 2 else [piece]
+            for index, piece in enumerate(pieces)
         ]
         yield from map("".join, itertools.product(*choices))
 
 
-def _numbers(ranges: str) -> Iterator[str]:
+def _expand_ranges(ranges: str) -> Iterator[str]:
     """Yield the numbers in brackets of a Slurm list, with their leading zeros."""
     for part in ranges.split(","):
         low, _, high = part.partition("-")
@@ -195,79 +198,79 @@ def _numbers(ranges: str) -> Iterator[str]:
             yield str(number).zfill(len(low))
 
 
-def _paceline(environ: Environ) -> Place | None:
+def _recognise_paceline(environ: Environ) -> Place | None:
     """Recognise a worker of `paceline run`."""
     if "PACELINE_STORE" not in environ:
         return None
-    place = _torch_variables(environ, "paceline")
+    place = _read_torch_variables(environ, "paceline")
     host, _, port = environ["PACELINE_STORE"].rpartition(":")
     descriptor = environ.get("PACELINE_SECRET_FD")
     return replace(
         place,
-        meeting=(host, _integer({"PACELINE_STORE": port}, "PACELINE_STORE")),
-        store_fd=_integer(environ, "PACELINE_STORE_FD", None),
-        report_fd=_integer(environ, "PACELINE_REPORT_FD", None),
+        meeting=(host, _read_integer({"PACELINE_STORE": port}, "PACELINE_STORE")),
+        store_fd=_read_integer(environ, "PACELINE_STORE_FD", None),
+        report_fd=_read_integer(environ, "PACELINE_REPORT_FD", None),
         one_machine=environ.get("PACELINE_ONE_MACHINE") == "1",
         secret=None
         if descriptor is None
-        else secrets.borrow(_integer(environ, "PACELINE_SECRET_FD")),
-        worker=_integer(environ, "PACELINE_WORKER", None),
-        orders_fd=_integer(environ, "PACELINE_ORDERS_FD", None),
+        else secrets.read_secret_descriptor(_read_integer(environ, "PACELINE_SECRET_FD")),
+        worker=_read_integer(environ, "PACELINE_WORKER", None),
+        orders_fd=_read_integer(environ, "PACELINE_ORDERS_FD", None),
         joining=environ.get("PACELINE_JOINING") == "1",
-        min_workers=_integer(environ, "PACELINE_MIN_WORKERS", 1),
-        run=_run(environ),
-        stack_fd=_integer(environ, "PACELINE_STACK_FD", None),
+        min_workers=_read_integer(environ, "PACELINE_MIN_WORKERS", 1),
+        run=_read_joined_run(environ),
+        stack_fd=_read_integer(environ, "PACELINE_STACK_FD", None),
         job=environ.get("PACELINE_JOB") or None,
-        job_start=job_start(environ),
+        job_start=read_job_start(environ),
         call=CallPlace.load(environ["PACELINE_CALL"]) if "PACELINE_CALL" in environ else None,
         bar=environ.get("PACELINE_BAR") == "1",
-        status_every=_pause(environ.get("PACELINE_STATUS_EVERY")),
+        status_every=_parse_status_interval(environ.get("PACELINE_STATUS_EVERY")),
     )
 
 
-def job_start(environ: Environ) -> JobStart | None:
+def read_job_start(environ: Environ) -> JobStart | None:
     """Read which start of the job this is. None if the job never restarts."""
     return (
         JobStart.load(environ["PACELINE_JOB_START"]) if environ.get("PACELINE_JOB_START") else None
     )
 
 
-def _run(environ: Environ) -> tuple[str, int] | None:
+def _read_joined_run(environ: Environ) -> tuple[str, int] | None:
     if "PACELINE_RUN" not in environ:
         return None
     folder, seed = json.loads(environ["PACELINE_RUN"])
     return str(folder), int(seed)
 
 
-def _torchrun(environ: Environ) -> Place | None:
+def _recognise_torchrun(environ: Environ) -> Place | None:
     """Recognise a worker of torchrun, or of a script that sets the same variables."""
     if "RANK" not in environ or "WORLD_SIZE" not in environ:
         return None
     return replace(
-        _torch_variables(environ, "torchrun"),
-        meeting=_master(environ),
+        _read_torch_variables(environ, "torchrun"),
+        meeting=_read_master_address(environ),
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        attempt=_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=_read_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
     )
 
 
-def _torch_variables(environ: Environ, launcher: str) -> Place:
+def _read_torch_variables(environ: Environ, launcher: str) -> Place:
     """Read the variables of torch.distributed into a place."""
-    size = _integer(environ, "WORLD_SIZE")
-    local_size = _integer(environ, "LOCAL_WORLD_SIZE", 1)
-    rank = _integer(environ, "RANK")
+    size = _read_integer(environ, "WORLD_SIZE")
+    local_size = _read_integer(environ, "LOCAL_WORLD_SIZE", 1)
+    rank = _read_integer(environ, "RANK")
     return Place(
         rank=rank,
         size=size,
-        local_rank=_integer(environ, "LOCAL_RANK", 0),
+        local_rank=_read_integer(environ, "LOCAL_RANK", 0),
         local_size=local_size,
-        host_rank=_integer(environ, "GROUP_RANK", rank if local_size == 1 else None),
-        hosts=_integer(environ, "GROUP_WORLD_SIZE", math.ceil(size / max(1, local_size))),
+        host_rank=_read_integer(environ, "GROUP_RANK", rank if local_size == 1 else None),
+        hosts=_read_integer(environ, "GROUP_WORLD_SIZE", math.ceil(size / max(1, local_size))),
         launcher=launcher,
     )
 
 
-def _slurm(environ: Environ) -> Place | None:
+def _recognise_slurm(environ: Environ) -> Place | None:
     """Recognise a task that srun itself started.
 
     A batch script has no step. A process of mpirun has an Open MPI rank, or a PMI rank of its own.
@@ -279,38 +282,41 @@ def _slurm(environ: Environ) -> Place | None:
         or "OMPI_COMM_WORLD_RANK" in environ
     ):
         return None
-    rank = _integer(environ, "SLURM_PROCID")
+    rank = _read_integer(environ, "SLURM_PROCID")
     # An MPI that was started through srun numbers its processes itself.
     if environ.get("PMI_RANK", str(rank)) != str(rank):
         return None
-    size = _integer(environ, "SLURM_STEP_NUM_TASKS", None) or _integer(environ, "SLURM_NTASKS")
-    hosts = _integer(environ, "SLURM_STEP_NUM_NODES", None) or _integer(
+    size = _read_integer(environ, "SLURM_STEP_NUM_TASKS", None) or _read_integer(
+        environ, "SLURM_NTASKS"
+    )
+    hosts = _read_integer(environ, "SLURM_STEP_NUM_NODES", None) or _read_integer(
         environ, "SLURM_NNODES", None
     )
-    host_rank = _integer(environ, "SLURM_NODEID", 0)
+    host_rank = _read_integer(environ, "SLURM_NODEID", 0)
     # The step may run on fewer nodes than the job. Older versions of Slurm have other names.
     nodes = environ.get(
         "SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
     )
     # No more names than tasks: a hostile or broken list may expand to billions.
-    names = list(itertools.islice(expand(nodes), size + 1))
+    names = list(itertools.islice(expand_nodelist(nodes), size + 1))
     hosts = hosts or max(1, len(names))
     place = Place(
         rank,
         size,
-        _integer(environ, "SLURM_LOCALID", 0),
-        _tasks(environ, host_rank, size, hosts),
+        _read_integer(environ, "SLURM_LOCALID", 0),
+        _count_local_tasks(environ, host_rank, size, hosts),
         host_rank,
         hosts,
         "slurm",
     )
     job = (environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", "")), step)
     return replace(
-        place, meeting=_meeting(environ, place, names[0] if names else None, ("slurm", *job))
+        place,
+        meeting=_choose_meeting_point(environ, place, names[0] if names else None, ("slurm", *job)),
     )
 
 
-def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
+def _count_local_tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
     """Read the number of tasks of this node, from text such as `2(x3),1`."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
     counts: list[int] = []
@@ -326,7 +332,7 @@ def _tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
     )
 
 
-def _openmpi(environ: Environ) -> Place | None:
+def _recognise_openmpi(environ: Environ) -> Place | None:
     if "OMPI_COMM_WORLD_RANK" not in environ:
         return None
     names = (
@@ -335,13 +341,13 @@ def _openmpi(environ: Environ) -> Place | None:
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     )
-    return _mpi(environ, "openmpi", names, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
+    return _read_mpi_place(environ, "openmpi", names, ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))
 
 
-def _mpich(environ: Environ) -> Place | None:
+def _recognise_mpich(environ: Environ) -> Place | None:
     if "PMI_RANK" not in environ or "MPI_LOCALRANKID" not in environ:
         return None
-    return _mpi(
+    return _read_mpi_place(
         environ,
         "mpich",
         ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
@@ -349,10 +355,10 @@ def _mpich(environ: Environ) -> Place | None:
     )
 
 
-def _pmi(environ: Environ) -> Place | None:
+def _recognise_pmi(environ: Environ) -> Place | None:
     if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
         return None
-    return _mpi(
+    return _read_mpi_place(
         environ,
         "pmi",
         ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
@@ -360,7 +366,7 @@ def _pmi(environ: Environ) -> Place | None:
     )
 
 
-def _mpi(
+def _read_mpi_place(
     environ: Environ, launcher: str, names: tuple[str, str, str, str], jobs: tuple[str, ...]
 ) -> Place:
     """Recognise a process of an MPI.
@@ -371,8 +377,11 @@ def _mpi(
         names: Variables of its rank, size, local rank and local size.
         jobs: Variables that may hold an id of the job, the best first.
     """
-    rank, size = _integer(environ, names[0]), _integer(environ, names[1])
-    local_rank, local_size = _integer(environ, names[2], None), _integer(environ, names[3], None)
+    rank, size = _read_integer(environ, names[0]), _read_integer(environ, names[1])
+    local_rank, local_size = (
+        _read_integer(environ, names[2], None),
+        _read_integer(environ, names[3], None),
+    )
     if local_rank is None or local_size is None:
         if size > 1:
             lacking = " and ".join(name for name in names[2:] if name not in environ)
@@ -381,7 +390,7 @@ def _mpi(
                 "start the workers with torchrun"
             )
         local_rank, local_size = 0, 1
-    hosts = _integer(environ, "OMPI_MCA_orte_num_nodes", None) or math.ceil(
+    hosts = _read_integer(environ, "OMPI_MCA_orte_num_nodes", None) or math.ceil(
         size / max(1, local_size)
     )
     # Open MPI counts the nodes of the allocation, which may be more than the job uses.
@@ -389,10 +398,12 @@ def _mpi(
     place = Place(rank, size, local_rank, local_size, 0 if hosts == 1 else None, hosts, launcher)
     job = next((environ[name] for name in jobs if name in environ), None)
     # Without an id of the job, the parent: all ranks of a host are started by mpirun or its agent.
-    return replace(place, meeting=_meeting(environ, place, None, (launcher, job or os.getppid())))
+    return replace(
+        place, meeting=_choose_meeting_point(environ, place, None, (launcher, job or os.getppid()))
+    )
 
 
-def _meeting(
+def _choose_meeting_point(
     environ: Environ, place: Place, first: str | None, job: tuple[object, ...]
 ) -> tuple[str, int] | None:
     """Choose the meeting point: MASTER_ADDR and MASTER_PORT, if they are set.
@@ -416,13 +427,13 @@ def _meeting(
             "there, for every worker"
         )
     # All workers derive the same port from the id of the job. Two jobs seldom get the same one.
-    return host, _integer(environ, "MASTER_PORT", None) or fixed_port(*job)
+    return host, _read_integer(environ, "MASTER_PORT", None) or derive_port(*job)
 
 
-def _master(environ: Environ) -> tuple[str, int] | None:
+def _read_master_address(environ: Environ) -> tuple[str, int] | None:
     lacking = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if not lacking:
-        return environ["MASTER_ADDR"], _integer(environ, "MASTER_PORT")
+        return environ["MASTER_ADDR"], _read_integer(environ, "MASTER_PORT")
     if environ["WORLD_SIZE"] == "1":
         return None
     raise PlaceError(
@@ -431,7 +442,7 @@ def _master(environ: Environ) -> tuple[str, int] | None:
     )
 
 
-def _alone(environ: Environ) -> Place:
+def _make_lone_place(environ: Environ) -> Place:
     """Make the place of a process without a launcher: a job of one worker."""
     for present, absent in (("WORLD_SIZE", "RANK"), ("RANK", "WORLD_SIZE")):
         if environ.get(present, "1") not in {"0", "1"} and absent not in environ:
@@ -439,10 +450,10 @@ def _alone(environ: Environ) -> Place:
                 f"{present}={environ[present]} is set, but {absent} isn't: "
                 "set both, remove both, or start with torchrun or `paceline run`"
             )
-    return Place(bar=capable(environ), breaks=reflows(environ))
+    return Place(bar=can_show_bar(environ), breaks=reflows_lines(environ))
 
 
-def _personal(place: Place, environ: Environ) -> Place:
+def _add_user_settings(place: Place, environ: Environ) -> Place:
     """Add the settings that a user can make under any launcher."""
     text = environ.get("PACELINE_SECRET")
     deadline = environ.get("PACELINE_DEADLINE")
@@ -450,7 +461,7 @@ def _personal(place: Place, environ: Environ) -> Place:
         place,
         secret=place.secret
         if text is None or place.secret is not None
-        else secrets.parse(text, "PACELINE_SECRET"),
+        else secrets.parse_secret(text, "PACELINE_SECRET"),
         run_name=environ.get("PACELINE_NAME") or None,
         sync=environ.get("PACELINE_SYNC") or None,
         mesh=environ.get("PACELINE_MESH") or None,
@@ -461,29 +472,29 @@ def _personal(place: Place, environ: Environ) -> Place:
         straggler=environ.get("PACELINE_STRAGGLER") or None,
         report_to=environ.get("PACELINE_REPORT_TO") or None,
         folder=environ.get("PACELINE_FOLDER") or None,
-        most_steps=_count(environ, "PACELINE_STEPS", "steps after which training stops"),
-        most_seconds=seconds(environ["PACELINE_SECONDS"], "PACELINE_SECONDS")
+        most_steps=_read_count(environ, "PACELINE_STEPS", "steps after which training stops"),
+        most_seconds=parse_seconds(environ["PACELINE_SECONDS"], "PACELINE_SECONDS")
         if environ.get("PACELINE_SECONDS")
         else None,
-        servers=_count(environ, "PACELINE_SERVERS", "parameter servers"),
+        servers=_read_count(environ, "PACELINE_SERVERS", "parameter servers"),
         interface=environ.get("PACELINE_INTERFACE") or None,
-        deadline=None if deadline is None else seconds(deadline, "PACELINE_DEADLINE"),
+        deadline=None if deadline is None else parse_seconds(deadline, "PACELINE_DEADLINE"),
         hostname=socket.gethostname(),
         progress=environ.get("PACELINE_PROGRESS_PAGE") or None,
-        timings=timings(environ),
+        timings=read_timings(environ),
     )
 
 
-def _count(environ: Environ, name: str, things: str) -> int | None:
+def _read_count(environ: Environ, name: str, things: str) -> int | None:
     if not environ.get(name):
         return None
-    count = _integer(environ, name)
+    count = _read_integer(environ, name)
     if count < 1:
         raise PlaceError(f"{name} is {count}: give the number of {things}, 1 or more")
     return count
 
 
-def seconds(text: str, name: str) -> float:
+def parse_seconds(text: str, name: str) -> float:
     """Parse a positive, finite number of seconds."""
     try:
         value = float(text)
@@ -494,14 +505,14 @@ def seconds(text: str, name: str) -> float:
     return value
 
 
-def _pause(text: str | None) -> float | None:
+def _parse_status_interval(text: str | None) -> float | None:
     """Parse the seconds between two lines of progress. Infinity means no lines."""
     if not text:
         return None
-    return math.inf if text == str(math.inf) else seconds(text, "PACELINE_STATUS_EVERY")
+    return math.inf if text == str(math.inf) else parse_seconds(text, "PACELINE_STATUS_EVERY")
 
 
-def _check(place: Place) -> None:
+def _check_place(place: Place) -> None:
     """Raise `PlaceError` if the numbers of a place are out of range."""
     for name, value, limit in (
         ("rank", place.rank, place.size),
@@ -517,12 +528,12 @@ def _check(place: Place) -> None:
 
 
 @overload
-def _integer(environ: Environ, name: str, default: int = ...) -> int: ...
+def _read_integer(environ: Environ, name: str, default: int = ...) -> int: ...
 @overload
-def _integer(environ: Environ, name: str, default: int | None) -> int | None: ...
-def _integer(environ: Environ, name: str, default: int | None = _NEEDED) -> int | None:
+def _read_integer(environ: Environ, name: str, default: int | None) -> int | None: ...
+def _read_integer(environ: Environ, name: str, default: int | None = _REQUIRED) -> int | None:
     if not environ.get(name):
-        if default == _NEEDED:
+        if default == _REQUIRED:
             raise PlaceError(
                 f"{name} isn't set, though other variables of its launcher are: "
                 "set it, or start the workers with torchrun or `paceline run`"
@@ -537,10 +548,10 @@ def _integer(environ: Environ, name: str, default: int | None = _NEEDED) -> int 
 # The first one that recognises the process counts. `paceline run` sets torchrun's variables too,
 # and torchrun may run inside a Slurm job.
 _LAUNCHERS: tuple[Callable[[Environ], Place | None], ...] = (
-    _paceline,
-    _torchrun,
-    _slurm,
-    _openmpi,
-    _mpich,
-    _pmi,
+    _recognise_paceline,
+    _recognise_torchrun,
+    _recognise_slurm,
+    _recognise_openmpi,
+    _recognise_mpich,
+    _recognise_pmi,
 )

@@ -18,24 +18,29 @@ from typing import NamedTuple
 
 from paceline.errors import ResourceError
 
-_MOUNT = Path("/sys/fs/cgroup")
-_PROCESSORS = Path("/sys/devices/system/cpu")
+_CGROUP_MOUNT = Path("/sys/fs/cgroup")
+_PROCESSOR_FOLDER = Path("/sys/devices/system/cpu")
 # Bytes. Control groups of version 1 show more than this if there is no limit.
 _UNLIMITED = 1 << 60
 
 
-def cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> int:
+def count_cores(proc: Path = Path("/proc/self/cgroup"), mount: Path = _CGROUP_MOUNT) -> int:
     """Count the cores that the affinity mask and CPU quotas allow. At least 1."""
-    share = quota(proc, mount)
-    return max(1, allowed() if share is None else min(allowed(), math.ceil(share)))
+    share = read_cpu_quota(proc, mount)
+    return max(
+        1,
+        count_affinity_cores() if share is None else min(count_affinity_cores(), math.ceil(share)),
+    )
 
 
-def allowed() -> int:
+def count_affinity_cores() -> int:
     """Count the cores in the affinity mask of this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float | None:
+def read_cpu_quota(
+    proc: Path = Path("/proc/self/cgroup"), mount: Path = _CGROUP_MOUNT
+) -> float | None:
     """Find the smallest CPU quota of this process, in cores. None if there is none."""
     try:
         lines = proc.read_text().splitlines()
@@ -47,18 +52,21 @@ def quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = _MOUNT) -> float
         # Version 2 has one line, without controllers. Version 1 has a line for each hierarchy,
         # which is mounted under the names of all of its controllers, or of one.
         if not controllers:
-            quotas += [_limit(folder / "cpu.max") for folder in _enclosing(mount, path)]
+            quotas += [
+                _read_quota_files(folder / "cpu.max")
+                for folder in _list_enclosing_groups(mount, path)
+            ]
         elif "cpu" in controllers.split(","):
             for name in (controllers, "cpu"):
                 quotas += [
-                    _limit(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
-                    for folder in _enclosing(mount / name, path)
+                    _read_quota_files(folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us")
+                    for folder in _list_enclosing_groups(mount / name, path)
                 ]
     limits = [limit for limit in quotas if limit is not None]
     return min(limits) if limits else None
 
 
-def memory(source: Path = Path("/proc/meminfo"), kind: str = "MemAvailable") -> int | None:
+def read_memory(source: Path = Path("/proc/meminfo"), kind: str = "MemAvailable") -> int | None:
     """Read the bytes of memory available without swapping, or another line of the same file.
 
     None if the system doesn't tell.
@@ -79,18 +87,18 @@ class MemorySize(NamedTuple):
     free: int
 
 
-def memory_size(
+def measure_memory(
     source: Path = Path("/proc/meminfo"),
     proc: Path = Path("/proc/self/cgroup"),
-    mount: Path = _MOUNT,
+    mount: Path = _CGROUP_MOUNT,
 ) -> MemorySize:
     """Measure the memory of this machine, within the limits of its control groups.
 
     Inactive file pages of a control group count as free, as the kernel drops them first.
     """
-    total, free = memory(source, "MemTotal") or 0, memory(source) or 0
+    total, free = read_memory(source, "MemTotal") or 0, read_memory(source) or 0
     # A container shows the memory of the whole machine in /proc/meminfo.
-    for limit, used in _memory_limits(proc, mount):
+    for limit, used in _iterate_memory_limits(proc, mount):
         total, free = min(total or limit, limit), min(free, max(0, limit - used))
     return MemorySize(total, free)
 
@@ -103,7 +111,7 @@ class ProcessorClock(NamedTuple):
     governor: str
 
 
-def clock(folder: Path = _PROCESSORS) -> ProcessorClock:
+def read_clock(folder: Path = _PROCESSOR_FOLDER) -> ProcessorClock:
     """Read the clock of the core that is fastest now. It is one that computes, if others rest."""
     cores = [
         path for path in folder.glob("cpu[0-9]*/cpufreq") if (path / "scaling_cur_freq").exists()
@@ -121,7 +129,7 @@ def clock(folder: Path = _PROCESSORS) -> ProcessorClock:
     return ProcessorClock(now, highest, ", ".join(governors))
 
 
-def processor(source: Path = Path("/proc/cpuinfo")) -> str:
+def read_processor_name(source: Path = Path("/proc/cpuinfo")) -> str:
     """Read the name of the processor's model. Empty if the system doesn't tell."""
     try:
         lines = [
@@ -134,7 +142,7 @@ def processor(source: Path = Path("/proc/cpuinfo")) -> str:
     return lines[0] if lines else ""
 
 
-def boot() -> str:
+def identify_boot() -> str:
     """Identify this boot of the machine, the same for all its processes, also in containers."""
     try:
         mark = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -143,7 +151,7 @@ def boot() -> str:
     return hashlib.sha256(mark.encode()).hexdigest()[:16]
 
 
-def fingerprint() -> str:
+def compute_machine_fingerprint() -> str:
     """Compute a fingerprint that is equal for processes which can share memory.
 
     They run in the same boot and namespaces, by the same user, and see the same /dev/shm.
@@ -159,7 +167,7 @@ def fingerprint() -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def allow_descriptors(needed: int) -> None:
+def raise_descriptor_limit(needed: int) -> None:
     """Raise the limit of descriptors (open files, sockets) for this process and its children.
 
     Raises `ResourceError` if the system doesn't allow as many as needed.
@@ -181,7 +189,7 @@ def allow_descriptors(needed: int) -> None:
         )
 
 
-def _enclosing(root: Path, path: str) -> list[Path]:
+def _list_enclosing_groups(root: Path, path: str) -> list[Path]:
     """List the folder of a control group, and the folders of all groups that enclose it.
 
     In a container the path may not exist below the mount. The root is in the list anyway.
@@ -190,7 +198,7 @@ def _enclosing(root: Path, path: str) -> list[Path]:
     return [root / inner, *(root / parent for parent in inner.parents)]
 
 
-def _limit(*files: Path) -> float | None:
+def _read_quota_files(*files: Path) -> float | None:
     """Read a quota and its period, from one file (`max 100000`) or two, and divide them."""
     try:
         words = [word for file in files for word in file.read_text().split()]
@@ -202,7 +210,7 @@ def _limit(*files: Path) -> float | None:
     return int(words[0]) / int(words[1])
 
 
-def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
+def _iterate_memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
     """Yield the memory limit of each enclosing control group that has one, and the bytes in use."""
     try:
         lines = [line.split(":", 2) for line in proc.read_text().splitlines()]
@@ -218,17 +226,17 @@ def _memory_limits(proc: Path, mount: Path) -> Iterator[tuple[int, int]]:
             )
         else:
             continue
-        for folder in _enclosing(root, path):
+        for folder in _list_enclosing_groups(root, path):
             # A group may have no limit, or not be visible from inside a container.
             try:
                 limit, used = ((folder / name).read_text().strip() for name in names[:2])
                 if limit != "max" and int(limit) < _UNLIMITED:
-                    yield int(limit), int(used) - _counted(folder / "memory.stat", names[2])
+                    yield int(limit), int(used) - _read_counter(folder / "memory.stat", names[2])
             except OSError:
                 continue
 
 
-def _counted(file: Path, name: str) -> int:
+def _read_counter(file: Path, name: str) -> int:
     """Read the number after a name, from a file with one name per line. 0 if it isn't there."""
     return next(
         (int(line.split()[1]) for line in file.read_text().splitlines() if line.split()[0] == name),

@@ -24,9 +24,9 @@ from paceline.cluster.topology import Topology
 from paceline.errors import UsageError
 
 # Workers exchange most along the last axes. These are laid out inside a host first.
-AXES = ("data", "stage", "shard", "tensor")
+AXIS_NAMES = ("data", "stage", "shard", "tensor")
 # Axes along which workers have different samples.
-SAMPLED = ("data", "shard")
+SAMPLE_AXES = ("data", "shard")
 LONGEST_SUGGESTION = 6  # number of meshes that an error proposes
 
 
@@ -56,14 +56,14 @@ class Mesh:
         return tuple(name for name, _ in self.axes)
 
     @property
-    def cut(self) -> tuple[str, ...]:
+    def cut_axes(self) -> tuple[str, ...]:
         """Axes along which workers hold different parts of a model.
 
         These are all axes of more than one worker, except `data`.
         """
         return tuple(name for name, size in self.axes if name != "data" and size > 1)
 
-    def extent(self, axis: str) -> int:
+    def axis_size(self, axis: str) -> int:
         """Size of an axis. 1 if this mesh doesn't have it."""
         return dict(self.axes).get(axis, 1)
 
@@ -75,15 +75,15 @@ class Mesh:
             position, coordinates[name] = divmod(position, size)
         return {name: coordinates[name] for name in self.names}
 
-    def place(self, rank: int) -> str:
+    def format_coordinates(self, rank: int) -> str:
         """Format the place of a rank on axes of more than one worker: "data 0, tensor 1"."""
         return ", ".join(
             f"{name} {index}"
             for name, index in self.coordinates(rank).items()
-            if self.extent(name) > 1
+            if self.axis_size(name) > 1
         )
 
-    def index(self, rank: int, axes: Iterable[str]) -> int:
+    def index_along(self, rank: int, axes: Iterable[str]) -> int:
         """Index of a rank among the ranks along these axes.
 
         Along `SAMPLE_AXES`, for instance, it is the index of the rank's part of the samples.
@@ -94,7 +94,7 @@ class Mesh:
                 index = index * size + coordinates[name]
         return index
 
-    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+    def ranks_along(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
         """List the ranks that differ from `rank` along these axes only, in their order along them.
 
         The rank itself is one of them.
@@ -106,20 +106,22 @@ class Mesh:
             for other in self.grid
             if all(self.coordinates(other)[name] == index for name, index in fixed)
         ]
-        return tuple(sorted(members, key=lambda member: self.index(member, varying)))
+        return tuple(sorted(members, key=lambda member: self.index_along(member, varying)))
 
-    def groups(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    def rank_groups_along(self, axes: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """List all groups along these axes, each once, ordered by their first rank."""
         varying = frozenset(axes)
-        return tuple(sorted({self.group(rank, varying) for rank in self.grid}))
+        return tuple(sorted({self.ranks_along(rank, varying) for rank in self.grid}))
 
     def crosses_hosts(self, axis: str, topology: Topology) -> bool:
         """Whether a group along an axis has workers on several hosts."""
-        hosts = topology.where()
-        return any(len({hosts[rank] for rank in group}) > 1 for group in self.groups([axis]))
+        hosts = topology.host_by_rank()
+        return any(
+            len({hosts[rank] for rank in group}) > 1 for group in self.rank_groups_along([axis])
+        )
 
 
-def lay_out(sizes: Mapping[str, int | None], topology: Topology) -> Mesh:
+def lay_out_mesh(sizes: Mapping[str, int | None], topology: Topology) -> Mesh:
     """Lay out the workers of a cluster as a mesh.
 
     Workers of one host become neighbours along the axes that exchange most.
@@ -131,7 +133,7 @@ def lay_out(sizes: Mapping[str, int | None], topology: Topology) -> Mesh:
     Raises:
         UsageError: The sizes don't fit the number of workers.
     """
-    axes = _complete(sizes, topology.size)
+    axes = _complete_sizes(sizes, topology.size)
     blocks = [
         _Block((rank,), (host,))
         for host, ranks in enumerate(topology.hosts)
@@ -139,11 +141,11 @@ def lay_out(sizes: Mapping[str, int | None], topology: Topology) -> Mesh:
     ]
     # From the axis that exchanges most outwards: blocks grow until one has all workers.
     for _, size in reversed(axes):
-        blocks = _join(blocks, size)
+        blocks = _join_blocks(blocks, size)
     return Mesh(axes, blocks[0].ranks)
 
 
-def choose(asked: str, topology: Topology, *, survives: bool) -> Mesh:
+def choose_mesh(asked: str, topology: Topology, *, survives: bool) -> Mesh:
     """Lay out the workers of a cluster as the mesh that a user asks for.
 
     Args:
@@ -154,8 +156,8 @@ def choose(asked: str, topology: Topology, *, survives: bool) -> Mesh:
     Raises:
         UsageError: The mesh doesn't fit the workers, or can't survive losses.
     """
-    mesh = lay_out(read(asked), topology)
-    if survives and mesh.cut:
+    mesh = lay_out_mesh(parse_mesh(asked), topology)
+    if survives and mesh.cut_axes:
         raise UsageError(
             f"mesh={asked!r} with --min-workers: a worker of a cut model has parts that no other "
             "worker of its replica has, and the others can't go on without them; leave out "
@@ -164,7 +166,7 @@ def choose(asked: str, topology: Topology, *, survives: bool) -> Mesh:
     return mesh
 
 
-def read(text: str) -> dict[str, int | None]:
+def parse_mesh(text: str) -> dict[str, int | None]:
     """Parse a mesh as users write it: `data=2, tensor=2`, or `data, tensor=2`.
 
     An axis without a size is None, and gets the workers that remain.
@@ -192,12 +194,12 @@ def read(text: str) -> dict[str, int | None]:
     return sizes
 
 
-def workers(text: str) -> int:
+def count_mesh_workers(text: str) -> int:
     """Count the workers of a mesh as users write it.
 
     Raises `UsageError` if it leaves a size open.
     """
-    sizes = read(text)
+    sizes = parse_mesh(text)
     for name, size in sizes.items():
         if size is None:
             raise UsageError(
@@ -215,7 +217,7 @@ class _Block:
     hosts: tuple[int, ...]
 
 
-def _join(blocks: Sequence[_Block], size: int) -> list[_Block]:
+def _join_blocks(blocks: Sequence[_Block], size: int) -> list[_Block]:
     """Join blocks, `size` at a time.
 
     Blocks of one host are joined first. The blocks that remain are joined across hosts.
@@ -227,26 +229,28 @@ def _join(blocks: Sequence[_Block], size: int) -> list[_Block]:
         neighbours = waiting.setdefault(block.hosts, [])
         neighbours.append(block)
         if len(neighbours) == size:
-            joined.append(_joined(neighbours))
+            joined.append(_merge_blocks(neighbours))
             del waiting[block.hosts]
     remaining = [block for neighbours in waiting.values() for block in neighbours]
-    joined += [_joined(remaining[start : start + size]) for start in range(0, len(remaining), size)]
+    joined += [
+        _merge_blocks(remaining[start : start + size]) for start in range(0, len(remaining), size)
+    ]
     return sorted(joined, key=lambda block: (block.hosts, block.ranks))
 
 
-def _joined(blocks: Sequence[_Block]) -> _Block:
+def _merge_blocks(blocks: Sequence[_Block]) -> _Block:
     """Join blocks to one, ordered by their first rank."""
     hosts = sorted({host for block in blocks for host in block.hosts})
     ordered = sorted(blocks, key=lambda block: block.ranks[0])
     return _Block(tuple(rank for block in ordered for rank in block.ranks), tuple(hosts))
 
 
-def _complete(sizes: Mapping[str, int | None], workers: int) -> tuple[tuple[str, int], ...]:
+def _complete_sizes(sizes: Mapping[str, int | None], workers: int) -> tuple[tuple[str, int], ...]:
     """Fill in the size that was left open, and put the axes into the order of `AXIS_NAMES`."""
     text = ", ".join(name if size is None else f"{name}={size}" for name, size in sizes.items())
-    if unknown := [name for name in sizes if name not in AXES]:
+    if unknown := [name for name in sizes if name not in AXIS_NAMES]:
         raise UsageError(
-            f"mesh={text!r}: there is no axis {unknown[0]!r}; there are {', '.join(AXES)}"
+            f"mesh={text!r}: there is no axis {unknown[0]!r}; there are {', '.join(AXIS_NAMES)}"
         )
     if wrong := [f"{name}={size}" for name, size in sizes.items() if size is not None and size < 1]:
         raise UsageError(
@@ -264,13 +268,13 @@ def _complete(sizes: Mapping[str, int | None], workers: int) -> tuple[tuple[str,
     if (workers % fixed if open_axes else fixed != workers) or not sizes:
         raise UsageError(
             f"mesh={text!r} doesn't fit {workers} workers; "
-            f"{_fitting(list(sizes) or ['data'], workers)}"
+            f"{_format_fitting_sizes(list(sizes) or ['data'], workers)}"
         )
     complete = {name: workers // fixed if size is None else size for name, size in sizes.items()}
-    return tuple((name, complete[name]) for name in AXES if name in complete)
+    return tuple((name, complete[name]) for name in AXIS_NAMES if name in complete)
 
 
-def _fitting(names: Sequence[str], workers: int) -> str:
+def _format_fitting_sizes(names: Sequence[str], workers: int) -> str:
     """Format sizes of these axes that would fit."""
     # All products of divisors. There are few, as jobs have few axes.
     divisors = [size for size in range(1, workers + 1) if workers % size == 0]

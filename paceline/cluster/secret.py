@@ -16,47 +16,50 @@ from pathlib import Path
 from paceline.errors import SecretError
 
 MAC_BYTES = 32
-_SHORTEST = 16  # characters
-_LONGEST = 4096
-COMMAND = (
+_MIN_CHARACTERS = 16  # characters
+_MAX_CHARACTERS = 4096
+SECRET_COMMAND = (
     """(umask 077; python3 -c 'import secrets; print(secrets.token_hex(32))' > paceline.secret)"""
 )
 _ADVICE = (
-    f"make one with\n    {COMMAND}\ncopy it to every host, and pass --secret-file paceline.secret "
+    f"make one with\n    {SECRET_COMMAND}\ncopy it to every host, and pass --secret-file "
+    "paceline.secret "
     "(or set PACELINE_SECRET to its content)"
 )
 
 
-def fresh() -> bytes:
+def make_secret() -> bytes:
     """Make a new secret, for a job that stays on one host."""
     return secrets.token_hex(32).encode()
 
 
-def missing(why: str) -> SecretError:
+def make_secret_error(why: str) -> SecretError:
     """Make the error for a secret that isn't there, with the command that creates one."""
     return SecretError(f"{why}: {_ADVICE}")
 
 
-def parse(text: str, source: str) -> bytes:
+def parse_secret(text: str, source: str) -> bytes:
     """Parse the secret in a text, without blanks around it. `source` names it in errors."""
     secret = text.strip().encode()
-    if not _SHORTEST <= len(secret) <= _LONGEST:
-        raise missing(
+    if not _MIN_CHARACTERS <= len(secret) <= _MAX_CHARACTERS:
+        raise make_secret_error(
             f"the secret in {source} has {len(secret)} characters, "
-            f"and {_SHORTEST} to {_LONGEST} are needed"
+            f"and {_MIN_CHARACTERS} to {_MAX_CHARACTERS} are needed"
         )
     return secret
 
 
-def read(path: str | Path) -> bytes:
+def read_secret(path: str | Path) -> bytes:
     """Read the secret in a file that only its owner can read (mode 0600)."""
     try:
         with open(path, "rb") as file:
             # Of the open file: the path may name another one in a moment.
             state = os.fstat(file.fileno())
-            raw = file.read(_LONGEST + 1)
+            raw = file.read(_MAX_CHARACTERS + 1)
     except OSError as error:
-        raise missing(f"the secret file {path} can't be read ({error.strerror})") from error
+        raise make_secret_error(
+            f"the secret file {path} can't be read ({error.strerror})"
+        ) from error
     if state.st_uid not in {os.geteuid(), 0}:
         raise SecretError(
             f"the secret file {path} belongs to user {state.st_uid}, not to you ({os.geteuid()}): "
@@ -70,11 +73,11 @@ def read(path: str | Path) -> bytes:
     try:
         text = raw.decode()
     except UnicodeDecodeError:
-        raise missing(f"the secret file {path} isn't text") from None
-    return parse(text, str(path))
+        raise make_secret_error(f"the secret file {path} isn't text") from None
+    return parse_secret(text, str(path))
 
 
-def lend(secret: bytes) -> int:
+def write_secret_descriptor(secret: bytes) -> int:
     """Make a descriptor that holds the secret, for children to inherit.
 
     It has no name in any file system, and the secret isn't in the environment, which other
@@ -89,11 +92,11 @@ def lend(secret: bytes) -> int:
     return descriptor
 
 
-def borrow(descriptor: int) -> bytes:
+def read_secret_descriptor(descriptor: int) -> bytes:
     """Read the secret from an inherited descriptor. It can be read any number of times."""
     try:
         # At an offset: workers share the position of the descriptor.
-        return os.pread(descriptor, _LONGEST, 0)
+        return os.pread(descriptor, _MAX_CHARACTERS, 0)
     except OSError as error:
         raise SecretError(
             f"descriptor {descriptor} (PACELINE_SECRET_FD) can't be read ({error.strerror}): "
@@ -102,7 +105,7 @@ def borrow(descriptor: int) -> bytes:
         ) from error
 
 
-def sign(secret: bytes, *parts: bytes) -> bytes:
+def sign_parts(secret: bytes, *parts: bytes) -> bytes:
     """Compute HMAC-SHA256 over the parts.
 
     Each part goes in after its length, so that two different lists never give the same input.
@@ -114,7 +117,7 @@ def sign(secret: bytes, *parts: bytes) -> bytes:
     return mac.digest()
 
 
-def derive(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
+def derive_key(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
     """Derive a key for one purpose. It reveals nothing about the secret or other keys.
 
     HKDF with SHA-256, without a salt (RFC 5869).
@@ -127,6 +130,6 @@ def derive(secret: bytes, purpose: str, nbytes: int = 32) -> bytes:
     return derived[:nbytes]
 
 
-def verify(secret: bytes, mac: bytes, *parts: bytes) -> bool:
+def verify_parts(secret: bytes, mac: bytes, *parts: bytes) -> bool:
     """Whether `mac` is the signature of the parts. The comparison takes constant time."""
-    return hmac.compare_digest(mac, sign(secret, *parts))
+    return hmac.compare_digest(mac, sign_parts(secret, *parts))

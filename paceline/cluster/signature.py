@@ -33,24 +33,25 @@ class Signer:
     path: str = ""
     start: str = ""
 
-    def sub(self, prefix: str) -> Signer:
+    def extend_path(self, prefix: str) -> Signer:
         """Make a signer for keys that have one more prefix."""
         return replace(self, path=f"{self.path}/{prefix}" if self.path else prefix)
 
-    def bound(self, start: str) -> Signer:
+    def copy_for_start(self, start: str) -> Signer:
         """Make a signer for one start of the job. It refuses values of other starts."""
         return replace(self, start=start)
 
-    def close(self, key: str, value: Any) -> str:
+    def sign_value(self, key: str, value: Any) -> str:
         """Sign a JSON value for a key. Returns the text to store."""
         body = json.dumps(value)
         return (
             _PLAIN
             if self.secret is None
-            else _SIGNED + secrets.sign(self.secret, *self._names(key), body.encode()).hex()
+            else _SIGNED
+            + secrets.sign_parts(self.secret, *self._signed_names(key), body.encode()).hex()
         ) + body
 
-    def open(self, key: str, raw: bytes) -> Any:
+    def verify_value(self, key: str, raw: bytes) -> Any:
         """Verify a stored value of a key, and decode it.
 
         Raises `SecretError` if it wasn't signed with the secret, for this key and this start of the
@@ -58,7 +59,7 @@ class Signer:
         """
         try:
             text = raw.decode()
-            return json.loads(self._verified(key, text))
+            return json.loads(self._verify_text(key, text))
         except (ValueError, RecursionError) as error:
             # A `SecretError` is a `ValueError` too.
             if isinstance(error, SecretError):
@@ -68,7 +69,7 @@ class Signer:
                 f"another program writes to the store. {_ADVICE}"
             ) from error
 
-    def _verified(self, key: str, text: str) -> str:
+    def _verify_text(self, key: str, text: str) -> str:
         """Check the signature, and cut it off. Returns the JSON text."""
         # A plain value is refused if there is a secret: any program could have written it.
         if text[:1] == _PLAIN:
@@ -84,13 +85,15 @@ class Signer:
                 f"{key} in the store is signed, and this worker has no secret. {_ADVICE}"
             )
         mac, body = text[1 : 1 + 2 * secrets.MAC_BYTES], text[1 + 2 * secrets.MAC_BYTES :]
-        if not secrets.verify(self.secret, bytes.fromhex(mac), *self._names(key), body.encode()):
+        if not secrets.verify_parts(
+            self.secret, bytes.fromhex(mac), *self._signed_names(key), body.encode()
+        ):
             raise SecretError(
                 f"{key} in the store was signed with another secret, "
                 f"or in another start of a job. {_ADVICE}"
             )
         return body
 
-    def _names(self, key: str) -> tuple[bytes, bytes]:
+    def _signed_names(self, key: str) -> tuple[bytes, bytes]:
         """Names that are signed together with a value: the start of the job, and the whole key."""
         return self.start.encode(), f"{self.path}/{key}".encode()

@@ -24,7 +24,7 @@ from torch.distributed import DistError
 from paceline.cluster import network, store_client
 from paceline.cluster import secret as secrets
 from paceline.cluster.discover import Place
-from paceline.cluster.machine import cores, fingerprint
+from paceline.cluster.machine import compute_machine_fingerprint, count_cores
 from paceline.cluster.signature import Signer
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
@@ -39,7 +39,7 @@ else:
 
 _SHORTEST_NAP, _LONGEST_NAP = 0.0005, 0.02  # seconds between two checks of the store
 # Server that this process has joined last at each meeting point.
-_JOINED: Final[dict[tuple[str, int], store_client.EndOfServer]] = {}
+_LAST_SERVERS: Final[dict[tuple[str, int], store_client.ServerEndWaiter]] = {}
 
 
 class Store:
@@ -67,21 +67,21 @@ class Store:
         start: str = "",
     ) -> None:
         self.torch = PrefixStore(path, store) if path else store
-        self._base, self._seal, self._deadline = store, Signer(secret, path, start), deadline
+        self._base, self._signer, self._deadline = store, Signer(secret, path, start), deadline
 
-    def bind(self, start: str) -> None:
+    def bind_to_start(self, start: str) -> None:
         """Refuse values of other starts of the job from now on.
 
         All workers call it at the same point of the program.
         """
-        self._seal = self._seal.bound(start)
+        self._signer = self._signer.copy_for_start(start)
 
     def put(self, key: str, value: Any) -> None:
         """Set `key` to a JSON value."""
         try:
-            self.torch.set(key, self._seal.close(key, value))
+            self.torch.set(key, self._signer.sign_value(key, value))
         except DistError as error:
-            raise _gone(error) from error
+            raise _make_store_error(error) from error
 
     def take(self, key: str, timeout: float | None = None) -> Any:
         """Wait for the value of `key`. The value stays in the store.
@@ -103,66 +103,66 @@ class Store:
             while not self.torch.check([key]):
                 if time.monotonic() >= end:
                     raise DeadlineExceeded(
-                        f"no worker has set {self._seal.path}/{key} in the store "
+                        f"no worker has set {self._signer.path}/{key} in the store "
                         f"within {seconds:g} s"
                     )
                 time.sleep(nap)
                 nap = min(2 * nap, _LONGEST_NAP)
             raw = self.torch.get(key)
         except DistError as error:
-            raise _gone(error) from error
-        return self._seal.open(key, raw)
+            raise _make_store_error(error) from error
+        return self._signer.verify_value(key, raw)
 
-    def first(self, key: str, value: Any) -> Any:
+    def set_if_absent(self, key: str, value: Any) -> Any:
         """Set `key` to a JSON value unless it is set already. Returns the value that it has then.
 
         If several workers call it, the value of one of them is set. Raises as `take` does.
         """
         try:
-            return self._seal.open(
-                key, self.torch.compare_set(key, "", self._seal.close(key, value))
+            return self._signer.verify_value(
+                key, self.torch.compare_set(key, "", self._signer.sign_value(key, value))
             )
         except DistError as error:
-            raise _gone(error) from error
+            raise _make_store_error(error) from error
 
-    def look(self, keys: list[str]) -> list[Any]:
+    def read_values(self, keys: list[str]) -> list[Any]:
         """Read the values of keys that are all set. A value is None if its signature is wrong.
 
         Raises `WorkerLost` if the store is gone.
         """
         try:
             return [
-                self._opened(key, raw)
+                self._verify_or_none(key, raw)
                 for key, raw in zip(keys, self.torch.multi_get(keys), strict=True)
             ]
         except DistError as error:
-            raise _gone(error) from error
+            raise _make_store_error(error) from error
 
-    def _opened(self, key: str, raw: bytes) -> Any:
+    def _verify_or_none(self, key: str, raw: bytes) -> Any:
         try:
-            return self._seal.open(key, raw)
+            return self._signer.verify_value(key, raw)
         except SecretError:
             return None
 
-    def has(self, keys: list[str]) -> bool:
+    def has_keys(self, keys: list[str]) -> bool:
         """Whether all of these keys are set."""
         try:
             return bool(self.torch.check(keys))
         except DistError as error:
-            raise _gone(error) from error
+            raise _make_store_error(error) from error
 
-    def derive(self, purpose: str) -> bytes:
+    def derive_store_key(self, purpose: str) -> bytes:
         """Derive a cryptographic key for one purpose of this part of the store.
 
         Every worker with the job's secret derives the same one. It reveals nothing of the secret.
         """
-        return secrets.derive(
-            self._seal.secret or b"", "/".join((self._seal.start, self._seal.path, purpose))
+        return secrets.derive_key(
+            self._signer.secret or b"", "/".join((self._signer.start, self._signer.path, purpose))
         )
 
-    def sub(self, prefix: str) -> Store:
+    def open_substore(self, prefix: str) -> Store:
         """Make the part of this store whose keys have one more prefix."""
-        seal = self._seal.sub(prefix)
+        seal = self._signer.extend_path(prefix)
         return Store(
             self._base, seal.secret, path=seal.path, deadline=self._deadline, start=seal.start
         )
@@ -176,17 +176,17 @@ class Store:
         del self.torch, self._base
 
 
-def over(store: TorchStore | Store) -> Store:
+def wrap_store(store: TorchStore | Store) -> Store:
     """Wrap a torch store, without a secret. A `Store` is returned as it is."""
     return store if isinstance(store, Store) else Store(store)
 
 
-def memory(secret: bytes | None = None, *, deadline: float = 30.0) -> Store:
+def make_local_store(secret: bytes | None = None, *, deadline: float = 30.0) -> Store:
     """Make a store inside this process, for a job of one worker and for tests with threads."""
     return Store(HashStore(), secret, path="paceline", deadline=deadline)
 
 
-def connect(place: Place, *, deadline: float = 30.0) -> Store:
+def connect_store(place: Place, *, deadline: float = 30.0) -> Store:
     """Connect to the store at the meeting point. Rank 0 serves it, unless its launcher does.
 
     Args:
@@ -198,11 +198,13 @@ def connect(place: Place, *, deadline: float = 30.0) -> Store:
         DeadlineExceeded: No server has come in time.
     """
     if place.meeting is None or place.size == 1:
-        return memory(place.secret, deadline=deadline)
+        return make_local_store(place.secret, deadline=deadline)
     if place.rank == 0:
-        store = _join(place, deadline) if place.agent_store else _serve(place, deadline)
+        store = (
+            _connect_until(place, deadline) if place.agent_store else _serve_store(place, deadline)
+        )
         try:
-            generation = int(_claim(store, place).add("starts/0", 1))
+            generation = int(_claim_rank(store, place).add("starts/0", 1))
         except DistError as error:
             raise PlaceError(
                 f"the store at {place.meeting[0]}:{place.meeting[1]} can't count how often this "
@@ -210,33 +212,34 @@ def connect(place: Place, *, deadline: float = 30.0) -> Store:
                 "program has written there. Set MASTER_PORT to a port of this job's own"
             ) from error
     else:
-        store, generation = _follow(place, deadline)
+        store, generation = _follow_first_rank(place, deadline)
     return Store(
         store, place.secret, path=f"paceline/{place.attempt}/{generation}", deadline=deadline
     )
 
 
-def address(place: Place) -> str:
+def find_own_address(place: Place) -> str:
     """Find the IP address at which other workers reach this process.
 
     It is the local end of the route to the meeting point, unless PACELINE_INTERFACE is set.
     """
     if place.interface is not None:
-        return network.override(place.interface)
+        return network.resolve_interface(place.interface)
     if place.meeting is None:
         return "127.0.0.1"
-    chosen = network.route(network.resolve(place.meeting[0])[0])
-    if place.hosts > 1 and not place.one_machine and network.loopback(chosen):
+    chosen = network.find_local_address(network.resolve_host(place.meeting[0])[0])
+    if place.hosts > 1 and not place.one_machine and network.is_loopback(chosen):
         raise PlaceError(
             f"{place.hosts} hosts should meet at {place.meeting[0]}, which is the loopback of "
             f"{place.hostname}, so other hosts can't reach it: "
             "give the meeting point (MASTER_ADDR, --join) as an address that all hosts reach, or "
-            f"{network.advice()} (PACELINE_INTERFACE=lo if all of them are this machine)"
+            f"{network.format_interface_advice()} (PACELINE_INTERFACE=lo if all of them are this "
+            "machine)"
         )
     return chosen
 
 
-def hosts(store: Store, place: Place, measured: str = "") -> Topology:
+def discover_hosts(store: Store, place: Place, measured: str = "") -> Topology:
     """Find out which ranks share a machine. All ranks call it, and get the same answer.
 
     Two ranks are on one host if they can share memory (same boot, namespaces, /dev/shm and user),
@@ -257,20 +260,20 @@ def hosts(store: Store, place: Place, measured: str = "") -> Topology:
             meeting point.
         SecretError: A worker has no secret, or another one.
     """
-    meeting = store.sub("hosts")
+    meeting = store.open_substore("hosts")
     entry = {
         "name": place.hostname,
-        "machine": fingerprint(),
+        "machine": compute_machine_fingerprint(),
         "group": -1 if place.host_rank is None else place.host_rank,
-        "address": address(place),
-        "cores": cores(),
+        "address": find_own_address(place),
+        "cores": count_cores(),
         "size": place.size,
         "measured": measured,
         "nonce": random.token_hex(16),
     }
     meeting.put(str(place.rank), entry)
     if place.rank == 0:
-        _publish(meeting, place)
+        _publish_table(meeting, place)
     # Rank 0 waits for `heard` if it fails: the store may end with it, and its reason too.
     try:
         table = meeting.take("table")
@@ -288,14 +291,14 @@ def hosts(store: Store, place: Place, measured: str = "") -> Topology:
             f"{entry}: two jobs use one meeting point. Give each job its own"
         )
     nonces = "".join(rank_entry["nonce"] for rank_entry in table["ranks"])
-    store.bind(hashlib.sha256(nonces.encode()).hexdigest())
-    return _cluster(table["ranks"])
+    store.bind_to_start(hashlib.sha256(nonces.encode()).hexdigest())
+    return _group_ranks(table["ranks"])
 
 
-def _publish(meeting: Store, place: Place) -> None:
+def _publish_table(meeting: Store, place: Place) -> None:
     """Collect the entries of all ranks on rank 0, and publish them as a table, or an error."""
     try:
-        ranks = _collect(meeting, place)
+        ranks = _collect_entries(meeting, place)
     except (SecretError, DeadlineExceeded, Mismatch) as error:
         meeting.put("table", {"error": str(error), "kind": type(error).__name__})
         # The store may end with this process.
@@ -308,13 +311,13 @@ def _await_readers(meeting: Store, place: Place) -> None:
     """Wait until all ranks that have come have read the error."""
     end = time.monotonic() + place.timings.store.heard
     while time.monotonic() < end and any(
-        meeting.has([str(rank)]) and not meeting.has([f"heard/{rank}"])
+        meeting.has_keys([str(rank)]) and not meeting.has_keys([f"heard/{rank}"])
         for rank in range(1, place.size)
     ):
         time.sleep(_LONGEST_NAP)
 
 
-def _collect(meeting: Store, place: Place) -> list[dict[str, Any]]:
+def _collect_entries(meeting: Store, place: Place) -> list[dict[str, Any]]:
     """Collect the entries of all ranks, and check that they fit together."""
     # Rank 0 gives up first, so that the others read its error before their own deadline passes.
     end = time.monotonic() + 0.9 * meeting._deadline
@@ -340,23 +343,23 @@ def _collect(meeting: Store, place: Place) -> list[dict[str, Any]]:
             f"workers disagree on their number: {sorted(sizes)}. Start all of them with the "
             "same number of workers"
         )
-    _compare_measured(ranks)
+    _compare_measured_clusters(ranks)
     # With several machines, none of their addresses may be a loopback address.
     if len({entry["machine"] for entry in ranks}) > 1:
         unreachable = [
             f"rank {rank} on {entry['name']}"
             for rank, entry in enumerate(ranks)
-            if network.loopback(entry["address"])
+            if network.is_loopback(entry["address"])
         ]
         if unreachable:
             raise Mismatch(
                 f"{unreachable[0]} is on a loopback address that other hosts can't reach: "
-                f"{network.advice()}"
+                f"{network.format_interface_advice()}"
             )
     return ranks
 
 
-def _compare_measured(ranks: list[dict[str, Any]]) -> None:
+def _compare_measured_clusters(ranks: list[dict[str, Any]]) -> None:
     """Raise `Mismatch` if ranks were given different measured clusters, or only some have one."""
     by_digest: dict[str, list[str]] = {}
     for entry in ranks:
@@ -373,7 +376,7 @@ def _compare_measured(ranks: list[dict[str, Any]]) -> None:
         )
 
 
-def _cluster(ranks: list[dict[str, Any]]) -> Topology:
+def _group_ranks(ranks: list[dict[str, Any]]) -> Topology:
     """Group ranks into hosts. Hosts of the same name are numbered."""
     members: dict[tuple[str, int], list[int]] = {}
     for rank, entry in enumerate(ranks):
@@ -387,7 +390,7 @@ def _cluster(ranks: list[dict[str, Any]]) -> Topology:
     return Topology(tuple(machines))
 
 
-def _serve(place: Place, deadline: float) -> TorchStore:
+def _serve_store(place: Place, deadline: float) -> TorchStore:
     """Serve the store on rank 0: on an inherited socket if there is one, or on a new one."""
     assert place.meeting is not None
     host, port = place.meeting
@@ -407,16 +410,16 @@ def _serve(place: Place, deadline: float) -> TorchStore:
             multi_tenant=True,
             master_listen_fd=descriptor,
         )
-    chosen = _bindable(place)
+    chosen = _choose_bind_address(place)
     try:
-        descriptor = network.listen(chosen, port).detach()
+        descriptor = network.open_listener(chosen, port).detach()
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise PlaceError(
                 f"can't listen on {chosen}:{port} ({error.strerror}): "
                 "set MASTER_PORT to another port"
             ) from error
-        return _shared(chosen, port, timeout)
+        return _join_own_server(chosen, port, timeout)
     return TCPStore(
         chosen,
         port,
@@ -429,7 +432,7 @@ def _serve(place: Place, deadline: float) -> TorchStore:
     )
 
 
-def _shared(chosen: str, port: int, timeout: timedelta) -> TorchStore:
+def _join_own_server(chosen: str, port: int, timeout: timedelta) -> TorchStore:
     """Join a store that this process serves there already, after init_process_group.
 
     Raises `PlaceError` if it is another process that uses the port.
@@ -445,12 +448,12 @@ def _shared(chosen: str, port: int, timeout: timedelta) -> TorchStore:
         ) from error
 
 
-def _bindable(place: Place) -> str:
+def _choose_bind_address(place: Place) -> str:
     """Choose the address of this machine on which rank 0 serves the store."""
     assert place.meeting is not None
     host = place.meeting[0]
-    addresses = network.resolve(host)
-    own = [candidate for candidate in addresses if network.local(candidate)]
+    addresses = network.resolve_host(host)
+    own = [candidate for candidate in addresses if network.is_own_address(candidate)]
     if not own:
         raise PlaceError(
             f"rank 0 runs on {place.hostname}, but the meeting point {host} "
@@ -458,12 +461,12 @@ def _bindable(place: Place) -> str:
             "set MASTER_ADDR to one"
         )
     # The name of a host often means loopback on that host itself, which others can't reach.
-    if network.loopback(own[0]) and place.hosts > 1:
-        return address(place)
+    if network.is_loopback(own[0]) and place.hosts > 1:
+        return find_own_address(place)
     return own[0]
 
 
-def _join(place: Place, left: float, deadline: float | None = None) -> TCPStore:
+def _connect_until(place: Place, left: float, deadline: float | None = None) -> TCPStore:
     """Try to connect until a server listens.
 
     torch could wait by itself, but can't be interrupted then, and its error names no rank.
@@ -479,7 +482,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TCPStore:
     deadline = left if deadline is None else deadline
     nap = place.timings.store.shortest_retry
     while True:
-        outcome = _knock(place, end - time.monotonic(), deadline)
+        outcome = _connect_once(place, end - time.monotonic(), deadline)
         if isinstance(outcome, TCPStore):
             return outcome
         if time.monotonic() + nap >= end:
@@ -495,7 +498,7 @@ def _join(place: Place, left: float, deadline: float | None = None) -> TCPStore:
         nap = min(2 * nap, place.timings.store.longest_retry)
 
 
-def _knock(place: Place, left: float, deadline: float) -> TCPStore | Exception:
+def _connect_once(place: Place, left: float, deadline: float) -> TCPStore | Exception:
     """Try to connect once. Returns a client, or the error.
 
     An error may go away: names may resolve, and the server may listen, after this worker starts.
@@ -508,25 +511,25 @@ def _knock(place: Place, left: float, deadline: float) -> TCPStore | Exception:
     assert place.meeting is not None
     host, port = place.meeting
     try:
-        target = network.resolve(host)[0]
+        target = network.resolve_host(host)[0]
     except PlaceError as error:
         return error
-    if network.loopback(target) and place.hosts > 1:
+    if network.is_loopback(target) and place.hosts > 1:
         # Among several hosts, a name that means loopback here means this host.
-        target = address(place)
+        target = find_own_address(place)
     try:
         # A plain connection first: it fails at once if no server listens, unlike torch's.
         socket.create_connection(
             (target, port), timeout=max(0.1, min(place.timings.store.connect, left))
         ).close()
-        client = store_client.connect(target, port, max(1.0, left))
-        store_client.limit(client, deadline)
+        client = store_client.connect_client(target, port, max(1.0, left))
+        store_client.limit_answer_time(client, deadline)
     except (OSError, DistError) as error:
         return error
     return client
 
 
-def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
+def _follow_first_rank(place: Place, deadline: float) -> tuple[TCPStore, int]:
     """Find the store in which rank 0 has started once more often than this rank.
 
     Returns the store and the number of this start. Workers that start again in one process meet
@@ -537,17 +540,17 @@ def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
     assert place.meeting is not None
     end = time.monotonic() + deadline
     nap = place.timings.store.shortest_retry
-    if (before := _JOINED.pop(place.meeting, None)) is not None:
+    if (before := _LAST_SERVERS.pop(place.meeting, None)) is not None:
         before.wait(min(deadline, place.timings.store.ending))
         time.sleep(nap)  # the server may accept calls for another moment
     while True:
-        store = _join(place, max(0.0, end - time.monotonic()), deadline)
+        store = _connect_until(place, max(0.0, end - time.monotonic()), deadline)
         try:
-            claims = _claim(store, place)
+            claims = _claim_rank(store, place)
             if claims.add("starts/0", 0) > claims.add(f"starts/{place.rank}", 0):
                 # A store of torchrun's agent doesn't end between two starts.
                 if not place.agent_store:
-                    _JOINED[place.meeting] = store_client.EndOfServer(store)
+                    _LAST_SERVERS[place.meeting] = store_client.ServerEndWaiter(store)
                 return store, int(claims.add(f"starts/{place.rank}", 1))
         except DistError:
             # It has ended now, and the next one comes soon.
@@ -563,12 +566,12 @@ def _follow(place: Place, deadline: float) -> tuple[TCPStore, int]:
         nap = min(2 * nap, place.timings.store.longest_retry)
 
 
-def _claim(store: TorchStore, place: Place) -> TorchStore:
+def _claim_rank(store: TorchStore, place: Place) -> TorchStore:
     """Claim this rank in the store for this process. Returns the part of the store with claims.
 
     Raises `PlaceError` if another process has claimed the rank.
     """
-    claim = f"{fingerprint()}:{os.getpid()}"
+    claim = f"{compute_machine_fingerprint()}:{os.getpid()}"
     claims = PrefixStore(f"paceline/{place.attempt}/claims", store)
     owner = claims.compare_set(str(place.rank), "", claim).decode(errors="replace")
     if owner != claim:
@@ -580,7 +583,7 @@ def _claim(store: TorchStore, place: Place) -> TorchStore:
     return claims
 
 
-def _gone(error: Exception) -> WorkerLost:
+def _make_store_error(error: Exception) -> WorkerLost:
     """Make the error for a store that is gone."""
     return WorkerLost(
         (

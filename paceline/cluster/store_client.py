@@ -32,7 +32,7 @@ else:
     from torch.distributed import Store as TorchStore
 
 
-def connect(host: str, port: int, seconds: float) -> TCPStore:
+def connect_client(host: str, port: int, seconds: float) -> TCPStore:
     """Make a client, within a number of seconds. Raises `OSError`, or the errors of torch."""
     outcome: list[TCPStore | DistError] = []
 
@@ -58,7 +58,7 @@ def connect(host: str, port: int, seconds: float) -> TCPStore:
     return outcome[0]
 
 
-def limit(store: TorchStore, seconds: float) -> None:
+def limit_answer_time(store: TorchStore, seconds: float) -> None:
     """Limit the seconds that clients in this process wait for an answer of a store.
 
     After that they raise `DistError`. Stores that aren't served over TCP stay as they are.
@@ -70,7 +70,7 @@ def limit(store: TorchStore, seconds: float) -> None:
     whole_seconds, fraction = divmod(seconds, 1)
     # torch has no such option, so it is set on the sockets. A copy of a descriptor is the same
     # socket: an option set on it holds for torch's too.
-    for connection in _connections_to(store):
+    for connection in _copy_connections_to(store):
         with connection:
             connection.setsockopt(
                 socket.SOL_SOCKET,
@@ -79,14 +79,14 @@ def limit(store: TorchStore, seconds: float) -> None:
             )
 
 
-class EndOfServer:
+class ServerEndWaiter:
     """Waits for the end of the server of a store.
 
     It has a copy of a client's connection, which stays open when the client is closed.
     """
 
     def __init__(self, store: TCPStore) -> None:
-        copies = [*_connections_to(store)]
+        copies = [*_copy_connections_to(store)]
         self._descriptor = copies.pop().detach() if copies else None
         for other in copies:
             other.close()
@@ -108,14 +108,14 @@ class EndOfServer:
             os.close(descriptor)
 
 
-def _connections_to(store: TCPStore) -> Iterator[socket.socket]:
+def _copy_connections_to(store: TCPStore) -> Iterator[socket.socket]:
     """Yield copies of this process's connections to the server of a store."""
     try:
-        addresses = {*network.resolve(store.host)}
+        addresses = {*network.resolve_host(store.host)}
     except PlaceError:
         # The name can't be resolved any more.
         return
-    for connection in _connections():
+    for connection in _copy_sockets():
         matches = False
         # It may not be connected, or be closed meanwhile.
         with contextlib.suppress(OSError):
@@ -129,7 +129,7 @@ def _connections_to(store: TCPStore) -> Iterator[socket.socket]:
             connection.close()
 
 
-def _connections() -> Iterator[socket.socket]:
+def _copy_sockets() -> Iterator[socket.socket]:
     """Yield copies of all sockets of this process. None if the system isn't Linux."""
     folder = "/proc/self/fd"
     for descriptor in os.listdir(folder) if os.path.isdir(folder) else ():

@@ -54,7 +54,7 @@ class Device:
     highest_clock_hz: float = 0.0
     governor: str = ""
 
-    def flops(self, dtype: str) -> float:
+    def dtype_flops(self, dtype: str) -> float:
         """Operations per second of matrix products in this dtype. 0 if not measured."""
         return next((speed.flops for speed in self.speeds if speed.dtype == dtype), 0.0)
 
@@ -134,21 +134,21 @@ class Topology:
         """Number of workers."""
         return sum(len(host.ranks) for host in self.hosts)
 
-    def where(self) -> tuple[int, ...]:
+    def host_by_rank(self) -> tuple[int, ...]:
         """Index of the host of each rank."""
         host_by_rank = {rank: index for index, host in enumerate(self.hosts) for rank in host.ranks}
         return tuple(host_by_rank[rank] for rank in range(len(host_by_rank)))
 
-    def names(self) -> tuple[str, ...]:
+    def host_names(self) -> tuple[str, ...]:
         """Name of the host of each rank, for messages."""
-        return tuple(self.hosts[index].name for index in self.where())
+        return tuple(self.hosts[index].name for index in self.host_by_rank())
 
-    def part(self, ranks: Sequence[int]) -> Topology:
+    def select_ranks(self, ranks: Sequence[int]) -> Topology:
         """Make the topology of some of the workers, without measured links.
 
         Their new ranks are 0, 1, ... in the order of `ranks`.
         """
-        hosts, new_ranks_by_host = self.where(), dict[int, list[int]]()
+        hosts, new_ranks_by_host = self.host_by_rank(), dict[int, list[int]]()
         for new_rank, rank in enumerate(ranks):
             new_ranks_by_host.setdefault(hosts[rank], []).append(new_rank)
         return Topology(
@@ -158,25 +158,25 @@ class Topology:
             )
         )
 
-    def of(self, rank: int) -> HostRanks:
+    def host_of(self, rank: int) -> HostRanks:
         """Host on which a worker runs."""
-        return self.hosts[self.where()[rank]]
+        return self.hosts[self.host_by_rank()[rank]]
 
-    def device(self, rank: int) -> Device | None:
+    def device_of(self, rank: int) -> Device | None:
         """Device of a worker. None if it wasn't measured."""
-        host = self.of(rank)
+        host = self.host_of(rank)
         return host.devices[host.ranks.index(rank)] if host.devices else None
 
-    def speeds(self, dtype: str = "float32") -> tuple[float, ...]:
+    def relative_speeds(self, dtype: str = "float32") -> tuple[float, ...]:
         """Speed of each worker in matrix products of a dtype. The fastest worker has 1.
 
         Empty if it wasn't measured.
         """
-        devices = [self.device(rank) for rank in range(self.size)]
-        flops = [0.0 if device is None else device.flops(dtype) for device in devices]
+        devices = [self.device_of(rank) for rank in range(self.size)]
+        flops = [0.0 if device is None else device.dtype_flops(dtype) for device in devices]
         return tuple(each / max(flops) for each in flops) if flops and min(flops) > 0 else ()
 
-    def link(self, source: int, target: int) -> HostLink | None:
+    def find_link(self, source: int, target: int) -> HostLink | None:
         """Find the link from one host to another, or inside one. None if it wasn't measured."""
         return next(
             (link for link in self.links if (link.source, link.target) == (source, target)), None

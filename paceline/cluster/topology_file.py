@@ -11,23 +11,23 @@ from typing import Any, Final, TypeVar, get_args, get_origin, get_type_hints
 from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, Interface, Topology
 from paceline.errors import UsageError
 
-FORM: Final = "paceline cluster"
+FORMAT_NAME: Final = "paceline cluster"
 VERSION: Final = 1
-LARGEST: Final = 1e30  # numbers have to be smaller
+MAX_NUMBER: Final = 1e30  # numbers have to be smaller
 T = TypeVar("T")
 
 
-def dump(topology: Topology) -> str:
+def format_topology(topology: Topology) -> str:
     """Format a topology as JSON, which `parse_topology` reads."""
     return (
         json.dumps(
-            {"form": FORM, "version": VERSION, **asdict(topology)}, indent=1, allow_nan=False
+            {"form": FORMAT_NAME, "version": VERSION, **asdict(topology)}, indent=1, allow_nan=False
         )
         + "\n"
     )
 
 
-def load(text: str, source: str = "the text") -> Topology:
+def parse_topology(text: str, source: str = "the text") -> Topology:
     """Parse JSON of `format_topology`. Raises `UsageError` for anything else."""
     try:
         content = json.loads(text)
@@ -36,7 +36,7 @@ def load(text: str, source: str = "the text") -> Topology:
             f"{source} isn't JSON ({error}): measure the cluster with `paceline probe`, which "
             "writes such a file"
         ) from error
-    if not isinstance(content, dict) or content.get("form") != FORM:
+    if not isinstance(content, dict) or content.get("form") != FORMAT_NAME:
         raise UsageError(f"{source} isn't a measured cluster: `paceline probe` writes one")
     if content.get("version") != VERSION:
         raise UsageError(
@@ -44,8 +44,10 @@ def load(text: str, source: str = "the text") -> Topology:
             f"{VERSION}: measure again with `paceline probe`"
         )
     try:
-        hosts = tuple(_host(each) for each in content["hosts"])
-        topology = Topology(hosts, tuple(_made(HostLink, each) for each in content["links"]))
+        hosts = tuple(_parse_host(each) for each in content["hosts"])
+        topology = Topology(
+            hosts, tuple(_make_dataclass(HostLink, each) for each in content["links"])
+        )
         # A user may edit the file: all that the rest of the package relies on is checked.
         if sorted(rank for host in hosts for rank in host.ranks) != [
             *range(topology.size)
@@ -61,17 +63,17 @@ def load(text: str, source: str = "the text") -> Topology:
         ) from error
 
 
-def write(path: Path, topology: Topology) -> None:
+def write_topology(path: Path, topology: Topology) -> None:
     """Write the file. Raises `UsageError` if it can't be written."""
     try:
-        path.write_text(dump(topology), encoding="utf-8")
+        path.write_text(format_topology(topology), encoding="utf-8")
     except OSError as error:
         raise UsageError(
             f"{path} can't be written ({error.strerror}): name another file with --out"
         ) from error
 
 
-def read(path: Path) -> Topology:
+def read_topology(path: Path) -> Topology:
     """Read the file. Raises `UsageError` if it can't be read."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -80,7 +82,7 @@ def read(path: Path) -> Topology:
             f"{path} can't be read ({error}): measure the cluster "
             f"with `paceline probe --out {path}`"
         ) from error
-    return load(text, str(path))
+    return parse_topology(text, str(path))
 
 
 def check_target(path: Path) -> None:
@@ -98,7 +100,7 @@ def check_target(path: Path) -> None:
         )
     if path.exists():
         try:
-            read(path)
+            read_topology(path)
         except UsageError as error:
             raise UsageError(
                 f"--out {path} would replace a file that isn't a measured cluster of this version: "
@@ -106,42 +108,45 @@ def check_target(path: Path) -> None:
             ) from error
 
 
-def _host(entry: Mapping[str, Any]) -> HostRanks:
+def _parse_host(entry: Mapping[str, Any]) -> HostRanks:
     """Make a host from its JSON object."""
     devices = tuple(
-        _made(Device, each | {"speeds": tuple(_made(DeviceSpeed, one) for one in each["speeds"])})
+        _make_dataclass(
+            Device,
+            each | {"speeds": tuple(_make_dataclass(DeviceSpeed, one) for one in each["speeds"])},
+        )
         for each in entry["devices"]
     )
-    interfaces = tuple(_made(Interface, each) for each in entry["interfaces"])
+    interfaces = tuple(_make_dataclass(Interface, each) for each in entry["interfaces"])
     # JSON has lists in place of tuples.
-    return _made(
+    return _make_dataclass(
         HostRanks,
         {**entry, "ranks": tuple(entry["ranks"]), "devices": devices, "interfaces": interfaces},
     )
 
 
-def _made(kind: type[T], entry: Mapping[str, Any]) -> T:
+def _make_dataclass(kind: type[T], entry: Mapping[str, Any]) -> T:
     """Make a dataclass from a JSON object that has exactly its fields."""
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     if set(entry) != names:
         raise KeyError(*sorted(set(entry) ^ names))
     for name, wanted in get_type_hints(kind).items():
-        if not _suits(entry[name], wanted):
+        if not _fits_annotation(entry[name], wanted):
             raise TypeError(f"{name} can't be {repr(entry[name])[:40]}")
     return kind(**entry)
 
 
-def _suits(value: Any, wanted: Any) -> bool:
+def _fits_annotation(value: Any, wanted: Any) -> bool:
     """Whether a value fits the annotation of a field. Numbers are 0 or more, and not huge."""
     if get_origin(wanted) is tuple:
-        return all(_suits(each, get_args(wanted)[0]) for each in value)
+        return all(_fits_annotation(each, get_args(wanted)[0]) for each in value)
     if get_args(wanted):
-        return any(_suits(value, part) for part in get_args(wanted))
+        return any(_fits_annotation(value, part) for part in get_args(wanted))
     # `type`, as a bool is an int. A JSON int fits a float field.
     if type(value) in (int, float):
         return (
             wanted in (int, float)
             and isinstance(value, int if wanted is int else (int, float))
-            and 0 <= value < LARGEST
+            and 0 <= value < MAX_NUMBER
         )
     return type(value) is wanted

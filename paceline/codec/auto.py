@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paceline.codec.codec import Codec, lift
+from paceline.codec.codec import Codec, to_codec
 from paceline.codec.coding import Coding
 from paceline.codec.dense import half, int8
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class auto:
 
     candidates: tuple[Codec | Coding, ...] = field(default_factory=lambda: (half(), int8()))
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         if not isinstance(self.candidates, tuple) or not self.candidates:
@@ -32,9 +32,9 @@ class auto:
                 f"{self!r}: give candidates as a tuple of codecs, such as auto((half(), int8()))"
             )
         for candidate in self.candidates:
-            lift(candidate)
+            to_codec(candidate)
 
     @property
     def stages(self) -> int:
         """The largest number of stages of any candidate."""
-        return max(lift(candidate).stages for candidate in self.candidates)
+        return max(to_codec(candidate).stages for candidate in self.candidates)

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Size, Tensor
 
-from paceline.codec.coding import Coding, exact, parts, room
+from paceline.codec.coding import Coding, exact, make_message, split_message
 from paceline.comm.group_protocol import Group, UncheckedAllReduce, Work, piece_bounds
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 
 # The state of a codec: tensors and numbers by name, and nested dictionaries of these.
 State = dict[str, Any]
@@ -62,11 +62,11 @@ class Wire:
     draw: torch.Generator | None = None
 
     @property
-    def group(self) -> Group:
+    def stage_group(self) -> Group:
         """Group of the next stage."""
         return self.groups[0]
 
-    def after(self, stages: int) -> Wire:
+    def skip_stages(self, stages: int) -> Wire:
         """Make a wire that begins `stages` stages later."""
         return replace(self, groups=self.groups[stages:])
 
@@ -105,18 +105,18 @@ class Codec(Protocol):
 
 
 @runtime_checkable
-class Summing(Protocol):
+class SumsTensors(Protocol):
     """The method that only codecs have, to tell them from codings."""
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way: ...
 
 
-def lift(given: Codec | Coding) -> Codec:
+def to_codec(given: Codec | Coding) -> Codec:
     """Turn a coding into a codec; codecs are returned unchanged.
 
     `exact()` becomes the group's own sum. Sparse codings are gathered, all others are scattered.
     """
-    if isinstance(given, Summing):
+    if isinstance(given, SumsTensors):
         return given
     if isinstance(given, exact):
         return plain()
@@ -124,10 +124,10 @@ def lift(given: Codec | Coding) -> Codec:
         raise UsageError(
             f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {given!r}"
         )
-    return gathered(given) if _sparse(given) else scattered(given)
+    return gathered(given) if _is_sparse(given) else scattered(given)
 
 
-class _Simple:
+class _StatelessCodec:
     """A base for codecs that have no state and treat all tensors alike."""
 
     def choose(self, name: str, shape: Size) -> Any:
@@ -138,7 +138,7 @@ class _Simple:
 
 
 @dataclass(frozen=True)
-class plain(_Simple):
+class plain(_StatelessCodec):
     """Uses the group's own all-reduce. It is written as `exact`, and has no word of its own."""
 
     stages = 1
@@ -146,16 +146,16 @@ class plain(_Simple):
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         # All ranks pass the same shapes, so the group's check of them can be skipped.
         all_reduce = (
-            wire.group.all_reduce_agreed
-            if isinstance(wire.group, UncheckedAllReduce)
-            else wire.group.all_reduce
+            wire.stage_group.all_reduce_agreed
+            if isinstance(wire.stage_group, UncheckedAllReduce)
+            else wire.stage_group.all_reduce
         )
         total = yield all_reduce(x)
-        return Sum(total, lambda y: _take(y, x), state)
+        return Sum(total, lambda y: _subtract_values(y, x), state)
 
 
 @dataclass(frozen=True)
-class gathered(_Simple):
+class gathered(_StatelessCodec):
     """Sends the message of every rank to all ranks: each rank receives n payloads.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.gathered(pl.int8())))
@@ -166,24 +166,24 @@ class gathered(_Simple):
 
     coding: Coding
 
-    __repr__ = spell
+    __repr__ = format_as_call
     stages = 1
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        payload, message = room(self.coding, x.numel(), x.device)
+        payload, message = make_message(self.coding, x.numel(), x.device)
         self.coding.encode(x, message, wire.draw)
-        payloads = yield wire.group.all_gather(payload)
+        payloads = yield wire.stage_group.all_gather(payload)
         # All ranks add in rank order, or the totals would differ in their last bits.
         total = torch.empty_like(x)
         for rank, received in enumerate(payloads):
             (self.coding.add if rank else self.coding.decode)(
-                parts(self.coding, x.numel(), received), total
+                split_message(self.coding, x.numel(), received), total
             )
         return Sum(total, lambda y: self.coding.add(message, y, minus=True), state)
 
 
 @dataclass(frozen=True)
-class scattered(_Simple):
+class scattered(_StatelessCodec):
     """Adds each piece on the rank that owns it, which encodes the sum again for all ranks.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.scattered(pl.int4())))
@@ -194,33 +194,33 @@ class scattered(_Simple):
 
     coding: Coding
 
-    __repr__ = spell
+    __repr__ = format_as_call
     stages = 2
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        me, size = wire.group.rank, wire.group.size
+        me, size = wire.stage_group.rank, wire.stage_group.size
         # With two ranks, gathering is as cheap, and encodes only once.
         if size <= 2:
             return (yield from gathered(self.coding).sum(x, shapes, state, wire))
         # First stage: encode the piece of each rank, and add the messages for this rank's piece.
         pieces = [x[start:stop] for start, stop in piece_bounds(x.numel(), size)]
-        outgoing = [room(self.coding, piece.numel(), x.device) for piece in pieces]
+        outgoing = [make_message(self.coding, piece.numel(), x.device) for piece in pieces]
         for piece, (_, message) in zip(pieces, outgoing, strict=True):
             self.coding.encode(piece, message, wire.draw)
-        incoming = yield wire.group.all_to_all([payload for payload, _ in outgoing])
+        incoming = yield wire.stage_group.all_to_all([payload for payload, _ in outgoing])
         owned = torch.empty_like(pieces[me])
         for rank, payload in enumerate(incoming):
             (self.coding.add if rank else self.coding.decode)(
-                parts(self.coding, owned.numel(), payload), owned
+                split_message(self.coding, owned.numel(), payload), owned
             )
         # Second stage: share the sums. The owner decodes its own message as well, so that it gets
         # the same bits as all other ranks.
-        owned_payload, message = room(self.coding, owned.numel(), x.device)
+        owned_payload, message = make_message(self.coding, owned.numel(), x.device)
         self.coding.encode(owned, message, wire.draw)
-        sums = yield wire.after(1).group.all_gather(owned_payload)
+        sums = yield wire.skip_stages(1).stage_group.all_gather(owned_payload)
         total = torch.empty_like(x)
         for (start, stop), payload in zip(piece_bounds(x.numel(), size), sums, strict=True):
-            self.coding.decode(parts(self.coding, stop - start, payload), total[start:stop])
+            self.coding.decode(split_message(self.coding, stop - start, payload), total[start:stop])
 
         def settle(y: Tensor) -> None:
             bounds = piece_bounds(x.numel(), size)
@@ -246,31 +246,31 @@ class error_feedback:
 
     codec: Codec | Coding
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
-        lift(self.codec)
+        to_codec(self.codec)
 
     @property
     def stages(self) -> int:
-        return lift(self.codec).stages
+        return to_codec(self.codec).stages
 
     def choose(self, name: str, shape: Size) -> Codec:
-        chosen = lift(self.codec).choose(name, shape)
+        chosen = to_codec(self.codec).choose(name, shape)
         return chosen if isinstance(chosen, plain) else error_feedback(chosen)
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
         numel = sum(map(math.prod, shapes))
         return {
             "residual": torch.zeros(numel, dtype=torch.float32, device=device),
-            "inner": lift(self.codec).init(shapes, device),
+            "inner": to_codec(self.codec).init(shapes, device),
         }
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         residual = torch.add(x, state["residual"], alpha=wire.scale)
-        inner = yield from lift(self.codec).sum(residual, shapes, state["inner"], wire)
-        if not finite(inner.total):
-            return Sum(inner.total, lambda y: _take(y, x), state)
+        inner = yield from to_codec(self.codec).sum(residual, shapes, state["inner"], wire)
+        if not is_finite(inner.total):
+            return Sum(inner.total, lambda y: _subtract_values(y, x), state)
         # Until here it was the tensor that is sent; now it is the part that didn't arrive.
         inner.settle(residual)
         if wire.scale != 1.0:
@@ -301,7 +301,7 @@ class smaller:
 
     numel: int
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def holds(self, name: str, shape: Size) -> bool:
         return math.prod(shape) < self.numel
@@ -316,7 +316,7 @@ class named:
 
     pattern: str
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def holds(self, name: str, shape: Size) -> bool:
         return fnmatch.fnmatchcase(name, self.pattern)
@@ -333,7 +333,7 @@ class where:
     then: Codec | Coding
     otherwise: Codec | Coding
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         if not isinstance(self.predicate, Predicate):
@@ -341,14 +341,14 @@ class where:
                 "where wants a predicate first, such as smaller(10_000) or named('*.bias'), got "
                 f"{self.predicate!r}"
             )
-        lift(self.then), lift(self.otherwise)
+        to_codec(self.then), to_codec(self.otherwise)
 
     @property
     def stages(self) -> int:
-        return max(lift(self.then).stages, lift(self.otherwise).stages)
+        return max(to_codec(self.then).stages, to_codec(self.otherwise).stages)
 
     def choose(self, name: str, shape: Size) -> Codec:
-        return lift(self.then if self.predicate.holds(name, shape) else self.otherwise).choose(
+        return to_codec(self.then if self.predicate.holds(name, shape) else self.otherwise).choose(
             name, shape
         )
 
@@ -370,70 +370,74 @@ class after:
     codec: Codec | Coding
     before: Codec | Coding = field(default_factory=exact)
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
-        lift(self.codec), lift(self.before)
+        to_codec(self.codec), to_codec(self.before)
         if self.steps < 0:
             raise UsageError(f"{self!r}: steps is {self.steps}, and has to be 0 or more")
 
     @property
     def stages(self) -> int:
-        return max(lift(self.codec).stages, lift(self.before).stages)
+        return max(to_codec(self.codec).stages, to_codec(self.before).stages)
 
     def choose(self, name: str, shape: Size) -> Codec:
         return after(
-            self.steps, lift(self.codec).choose(name, shape), lift(self.before).choose(name, shape)
+            self.steps,
+            to_codec(self.codec).choose(name, shape),
+            to_codec(self.before).choose(name, shape),
         )
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
         return {
-            "codec": lift(self.codec).init(shapes, device),
-            "before": lift(self.before).init(shapes, device),
+            "codec": to_codec(self.codec).init(shapes, device),
+            "before": to_codec(self.before).init(shapes, device),
         }
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
         key, codec = ("codec", self.codec) if wire.step >= self.steps else ("before", self.before)
-        inner = yield from lift(codec).sum(x, shapes, state[key], wire)
+        inner = yield from to_codec(codec).sum(x, shapes, state[key], wire)
         return inner._replace(state=state | {key: inner.state})
 
 
-def finite(x: Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
     """Whether all elements of `x` are finite."""
     # The sum is much cheaper, and settles most cases. It may overflow though all elements are
     # finite, so a sum that isn't finite calls for the full check.
     return bool(torch.isfinite(x.sum())) or bool(torch.isfinite(x).all())
 
 
-def keeps(state: State) -> bool:
+def holds_residual(state: State) -> bool:
     """Whether a state has a residual, perhaps in a nested dictionary."""
     return any(
-        key == "residual" or (isinstance(value, dict) and keeps(value))
+        key == "residual" or (isinstance(value, dict) and holds_residual(value))
         for key, value in state.items()
     )
 
 
-def residuals(state: State) -> State:
+def pick_residuals(state: State) -> State:
     """Pick the residuals of a state.
 
     They are this rank's own; the rest of a state is the same on all ranks.
     """
     return {
-        key: residuals(value) if isinstance(value, dict) else value
+        key: pick_residuals(value) if isinstance(value, dict) else value
         for key, value in state.items()
         if key == "residual" or isinstance(value, dict)
     }
 
 
-def alike(state: State, other: State) -> bool:
+def have_same_residuals(state: State, other: State) -> bool:
     """Whether two states have residuals of the same shapes, so that they can be merged."""
     return state.keys() == other.keys() and all(
-        alike(value, other[key]) if isinstance(value, dict) else value.shape == other[key].shape
+        have_same_residuals(value, other[key])
+        if isinstance(value, dict)
+        else value.shape == other[key].shape
         for key, value in state.items()
     )
 
 
-def merge(states: Sequence[State]) -> State:
+def merge_states(states: Sequence[State]) -> State:
     """Merge the states of several ranks into one, for the rank that continues for all of them.
 
     Its own state is the first. The residuals are added: they are parts of a sum, so their sum has
@@ -446,30 +450,30 @@ def merge(states: Sequence[State]) -> State:
             merged[key] = torch.stack([state[key].to(value) for state in states]).sum(0)
         else:
             merged[key] = (
-                merge([state[key] for state in states]) if isinstance(value, dict) else value
+                merge_states([state[key] for state in states]) if isinstance(value, dict) else value
             )
     return merged
 
 
-def fresh(state: State) -> State:
+def make_fresh_state(state: State) -> State:
     """Make the state of a rank that joins ranks with `state`: a copy whose residuals are zero."""
     joined: State = {}
     for key, value in state.items():
         joined[key] = (
             torch.zeros_like(value)
             if key == "residual"
-            else fresh(value)
+            else make_fresh_state(value)
             if isinstance(value, dict)
             else value
         )
     return joined
 
 
-def _take(y: Tensor, x: Tensor) -> None:
+def _subtract_values(y: Tensor, x: Tensor) -> None:
     y.sub_(x)
 
 
-def _sparse(coding: Coding) -> bool:
+def _is_sparse(coding: Coding) -> bool:
     """Whether a coding sends only some elements, so that a sum of two has more than each."""
     outer = getattr(coding, "outer", coding)
-    return bool(_sparse(outer)) if outer is not coding else hasattr(coding, "fraction")
+    return bool(_is_sparse(outer)) if outer is not coding else hasattr(coding, "fraction")

@@ -24,7 +24,7 @@ import torch
 from torch import Generator, Tensor
 
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 
 # Elements that are processed together, so that intermediate results stay in the cache.
 SPAN = 128 << 10
@@ -76,30 +76,30 @@ class Coding(Protocol):
         ...
 
 
-def nbytes(coding: Coding, numel: int) -> int:
+def count_message_bytes(coding: Coding, numel: int) -> int:
     """Count the bytes of a message for `numel` elements."""
-    return _end(coding.layout(numel))
+    return _layout_end(coding.layout(numel))
 
 
-def room(
+def make_message(
     coding: Coding, numel: int, device: torch.device | str = "cpu"
 ) -> tuple[Tensor, list[Tensor]]:
     """Allocate a message: one tensor of all its bytes, and the parts as views of it."""
-    payload = torch.empty(nbytes(coding, numel), dtype=torch.uint8, device=device)
-    return payload, parts(coding, numel, payload)
+    payload = torch.empty(count_message_bytes(coding, numel), dtype=torch.uint8, device=device)
+    return payload, split_message(coding, numel, payload)
 
 
-def parts(coding: Coding, numel: int, payload: Tensor) -> list[Tensor]:
+def split_message(coding: Coding, numel: int, payload: Tensor) -> list[Tensor]:
     """Split the bytes of a message into its parts, as views."""
     views, start = [], 0
     for part in coding.layout(numel):
-        start = _aligned(start, part)
+        start = _align_start(start, part)
         views.append(payload[start : start + part.nbytes].view(part.dtype))
         start += part.nbytes
     return views
 
 
-def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
+def cut_spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
     """Iterate over the (start, stop) of spans to work on, each a multiple of `unit` elements.
 
     The last span may be shorter. On a GPU there is one span.
@@ -109,7 +109,9 @@ def spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
         yield start, min(start + width, x.numel())
 
 
-def seeded(turn: int, number: int, worker: int, device: torch.device | str = "cpu") -> Generator:
+def make_generator(
+    turn: int, number: int, worker: int, device: torch.device | str = "cpu"
+) -> Generator:
     """Make the random generator of a coding.
 
     It is the same in every run for a turn, the number of a bucket or unit, and the worker that
@@ -127,7 +129,7 @@ class exact:
     >>> pl.where(pl.named("head.*"), pl.exact(), pl.int8())
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def layout(self, numel: int) -> tuple[WirePart, ...]:
         return (WirePart(torch.float32, numel, values=True),)
@@ -154,7 +156,7 @@ class compose:
     outer: Coding
     inner: Coding
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         for coding in (self.outer, self.inner):
@@ -175,18 +177,18 @@ class compose:
         return tuple(wire_parts)
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        encoded_values, between = self._between(x.numel(), message)
+        encoded_values, between = self._pair_values(x.numel(), message)
         self.outer.encode(x, between, draw)
         for values, inside in encoded_values:
             self.inner.encode(values, inside, draw)
 
     def decode(self, message: Message, out: Tensor) -> None:
-        self.outer.decode(self._opened(message, out.numel()), out)
+        self.outer.decode(self._decode_inner(message, out.numel()), out)
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        self.outer.add(self._opened(message, out.numel()), out, minus=minus)
+        self.outer.add(self._decode_inner(message, out.numel()), out, minus=minus)
 
-    def _between(
+    def _pair_values(
         self, numel: int, message: Message
     ) -> tuple[list[tuple[Tensor, Message]], list[Tensor]]:
         """Make a message of `outer` that shares all parts with `message`, except for values.
@@ -208,21 +210,21 @@ class compose:
                 at += 1
         return encoded_values, between
 
-    def _opened(self, message: Message, numel: int) -> list[Tensor]:
-        encoded_values, between = self._between(numel, message)
+    def _decode_inner(self, message: Message, numel: int) -> list[Tensor]:
+        encoded_values, between = self._pair_values(numel, message)
         for values, inside in encoded_values:
             self.inner.decode(inside, values)
         return between
 
 
-def _aligned(start: int, part: WirePart) -> int:
+def _align_start(start: int, part: WirePart) -> int:
     # A view as a wider dtype needs an offset that is a multiple of the dtype's size.
     width = part.dtype.itemsize
     return -(-start // width) * width
 
 
-def _end(layout: Sequence[WirePart]) -> int:
+def _layout_end(layout: Sequence[WirePart]) -> int:
     end = 0
     for part in layout:
-        end = _aligned(end, part) + part.nbytes
+        end = _align_start(end, part) + part.nbytes
     return end

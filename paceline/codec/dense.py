@@ -22,9 +22,9 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from paceline.codec.coding import Message, WirePart, spans
+from paceline.codec.coding import Message, WirePart, cut_spans
 from paceline.errors import UsageError
-from paceline.formatting import spell, unknown
+from paceline.formatting import describe_unknown_choice, format_as_call
 
 Rounding = Literal["nearest", "stochastic"]
 TINY = 1e-30  # scales below are as good as zero; 1 / TINY is still a number
@@ -53,12 +53,12 @@ class half(_NarrowFloat):
     >>> pl.start(sync=pl.AllReduce(codec=pl.half()))
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
     kind = torch.float16
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         limit = torch.finfo(torch.float16).max
-        for start, stop in spans(x):
+        for start, stop in cut_spans(x):
             into = message[0][start:stop].copy_(x[start:stop])
             # rare: too large, or not finite to begin with
             if not bool(torch.isfinite(into.sum(dtype=torch.float32))):
@@ -73,14 +73,14 @@ class bfloat16(_NarrowFloat):
     >>> pl.start(sync=pl.AllReduce(codec=pl.bfloat16()))
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
     kind = torch.bfloat16
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         message[0].copy_(x)
 
 
-class _Blocks:
+class _BlockCoding:
     """The common part of codings in blocks: `_write` and `_read` work on some rows, one block
     each.
     """
@@ -95,43 +95,45 @@ class _Blocks:
         )
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        for rows, scales, levels in self._rows(x, message):
-            self._write(rows, scales, levels, draw)
+        for rows, scales, levels in self._iterate_rows(x, message):
+            self._write_rows(rows, scales, levels, draw)
 
     def decode(self, message: Message, out: Tensor) -> None:
-        for rows, scales, levels in self._rows(out, message):
-            self._read(scales, levels, rows)
+        for rows, scales, levels in self._iterate_rows(out, message):
+            self._read_rows(scales, levels, rows)
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
         spare: Tensor | None = None
-        for rows, scales, levels in self._rows(out, message):
+        for rows, scales, levels in self._iterate_rows(out, message):
             if spare is None or spare.numel() < rows.numel():
                 spare = torch.empty_like(rows).view(-1)
             piece = spare[: rows.numel()].view(rows.shape)
-            self._read(scales, levels, piece)
+            self._read_rows(scales, levels, piece)
             (rows.sub_ if minus else rows.add_)(piece)
 
-    def _rows(self, x: Tensor, message: Message) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _iterate_rows(self, x: Tensor, message: Message) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Iterate over whole blocks as rows, with their scales and levels; then the shorter
         block, as a row of its own.
         """
         scales, levels = message
         whole = x.numel() // self.block * self.block
-        for start, stop in spans(x[:whole], self.block):
+        for start, stop in cut_spans(x[:whole], self.block):
             first, last = start // self.block, stop // self.block
             bytes_ = levels[start // self.packed : stop // self.packed].view(last - first, -1)
             yield x[start:stop].view(-1, self.block), scales[first:last], bytes_
         if whole < x.numel():
             yield x[whole:].view(1, -1), scales[-1:], levels[whole // self.packed :].view(1, -1)
 
-    def _write(self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None) -> None:
+    def _write_rows(
+        self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None
+    ) -> None:
         raise NotImplementedError
 
-    def _read(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
+    def _read_rows(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
         raise NotImplementedError
 
 
-class _Levels(_Blocks):
+class _LevelCoding(_BlockCoding):
     """Codes values as whole levels up to `top`, as many above zero as below."""
 
     rounding: Rounding
@@ -139,10 +141,10 @@ class _Levels(_Blocks):
 
     def __post_init__(self) -> None:
         _check_block(self, self.block, max(2, self.packed))
-        if wrong := unknown("rounding", self.rounding, Rounding):
+        if wrong := describe_unknown_choice("rounding", self.rounding, Rounding):
             raise UsageError(wrong)
 
-    def _levels(self, rows: Tensor, scales: Tensor, draw: Generator | None) -> Tensor:
+    def _compute_levels(self, rows: Tensor, scales: Tensor, draw: Generator | None) -> Tensor:
         """Compute the levels, as float32; `scales` is written."""
         low, high = torch.aminmax(rows, dim=1)
         scale = torch.maximum(high, low.neg_()).mul_(1 / self.top)
@@ -155,7 +157,7 @@ class _Levels(_Blocks):
 
 
 @dataclass(frozen=True)
-class int8(_Levels):
+class int8(_LevelCoding):
     """Eight bits an element and a scale for each `block` of them.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.int8(rounding="stochastic")))
@@ -167,18 +169,20 @@ class int8(_Levels):
     block: int = 1024
     rounding: Rounding = "nearest"
 
-    __repr__ = spell
+    __repr__ = format_as_call
     top = 127
 
-    def _write(self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None) -> None:
-        levels.copy_(self._levels(rows, scales, draw))
+    def _write_rows(
+        self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None
+    ) -> None:
+        levels.copy_(self._compute_levels(rows, scales, draw))
 
-    def _read(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
+    def _read_rows(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
         rows.copy_(levels).mul_(scales.unsqueeze(1))
 
 
 @dataclass(frozen=True)
-class int4(_Levels):
+class int4(_LevelCoding):
     """Four bits an element and a scale for each `block` of them; `rounding` as in `int8`.
 
     >>> pl.start(sync=pl.LocalSGD(every=32, codec=pl.error_feedback(pl.int4())))
@@ -187,19 +191,21 @@ class int4(_Levels):
     block: int = 256
     rounding: Rounding = "nearest"
 
-    __repr__ = spell
+    __repr__ = format_as_call
     top = 7
     packed = 2
 
-    def _write(self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None) -> None:
-        level = self._levels(rows, scales, draw).nan_to_num_().add_(8).to(torch.uint8)
+    def _write_rows(
+        self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None
+    ) -> None:
+        level = self._compute_levels(rows, scales, draw).nan_to_num_().add_(8).to(torch.uint8)
         # the first half of a block is in the low bits, the second in the high ones
         cut = levels.shape[1]
         levels.copy_(level[:, :cut])
         high = level[:, cut:]
         levels[:, : high.shape[1]].bitwise_or_(high.bitwise_left_shift(4))
 
-    def _read(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
+    def _read_rows(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
         cut = levels.shape[1]
         rows[:, :cut].copy_(levels.bitwise_and(15))
         rows[:, cut:].copy_(levels[:, : rows.shape[1] - cut].bitwise_right_shift(4))
@@ -207,7 +213,7 @@ class int4(_Levels):
 
 
 @dataclass(frozen=True)
-class sign(_Blocks):
+class sign(_BlockCoding):
     """One bit an element, its sign, and the mean size of each `block` of elements.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.sign())))
@@ -220,13 +226,15 @@ class sign(_Blocks):
 
     block: int = 64
 
-    __repr__ = spell
+    __repr__ = format_as_call
     packed = 8
 
     def __post_init__(self) -> None:
         _check_block(self, self.block, 8)
 
-    def _write(self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None) -> None:
+    def _write_rows(
+        self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None
+    ) -> None:
         torch.mean(rows.abs(), dim=1, out=scales)
         negative = rows < 0
         missing = -rows.shape[1] % 8
@@ -235,15 +243,15 @@ class sign(_Blocks):
         eights = negative.view(torch.uint8).view(torch.int64)
         levels.copy_(eights.mul(BITS).bitwise_right_shift_(56))
 
-    def _read(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
-        signs = torch.index_select(_signs(str(levels.device)), 0, levels.reshape(-1).int()).view(
-            levels.shape[0], -1
-        )
+    def _read_rows(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
+        signs = torch.index_select(
+            _sign_table(str(levels.device)), 0, levels.reshape(-1).int()
+        ).view(levels.shape[0], -1)
         torch.mul(signs[:, : rows.shape[1]], scales.unsqueeze(1), out=rows)
 
 
 @cache
-def _signs(device: str) -> Tensor:
+def _sign_table(device: str) -> Tensor:
     """Return the eight signs of each byte, lowest bit first: -1 where the bit is set."""
     bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and(1)
     return (1 - 2 * bits).to(torch.float32).to(device)

@@ -21,15 +21,25 @@ from typing import NamedTuple
 import torch
 from torch import Size, Tensor
 
-from paceline.codec.codec import Codec, State, Sum, Way, Wire, finite, keeps, lift, where
+from paceline.codec.codec import (
+    Codec,
+    State,
+    Sum,
+    Way,
+    Wire,
+    holds_residual,
+    is_finite,
+    to_codec,
+    where,
+)
 from paceline.codec.coding import Coding, exact
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 
 SEED = 1909  # of the first Q, the same on every rank
 
 
-class _Matrices(NamedTuple):
+class _MatrixPlace(NamedTuple):
     """Where a tensor lies in the flat one, and its matrix; without one it is sent as it is."""
 
     start: int
@@ -52,16 +62,16 @@ class powersgd:
     rank: int
     inner: Codec | Coding = field(default_factory=exact)
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
-        inner = lift(self.inner)
+        inner = to_codec(self.inner)
         if isinstance(inner, where):
             raise UsageError(
                 f"{self!r}: where chooses between tensors, and P and Q are no tensors of the "
                 "model; put it around powersgd"
             )
-        if keeps(inner.init([Size((2, 2))], torch.device("cpu"))):
+        if holds_residual(inner.init([Size((2, 2))], torch.device("cpu"))):
             raise UsageError(
                 f"{self!r}: what error_feedback keeps of P and Q means nothing for the next ones; "
                 "put it around powersgd"
@@ -71,38 +81,39 @@ class powersgd:
 
     @property
     def stages(self) -> int:
-        return 2 * lift(self.inner).stages
+        return 2 * to_codec(self.inner).stages
 
     def choose(self, name: str, shape: Size) -> Codec:
         return self
 
     def init(self, shapes: Sequence[Size], device: torch.device) -> State:
-        cuts = self._cuts(shapes)
+        cuts = self._cut_matrices(shapes)
         generator = torch.Generator().manual_seed(SEED)
         numel = sum(cut.matrix[1] for cut in cuts if cut.matrix) * self.rank
         q = torch.randn(numel, generator=generator, dtype=torch.float32).to(device)
-        inner = lift(self.inner)
+        inner = to_codec(self.inner)
         return {
             "q": q,
-            "inner p": inner.init(self._thin(cuts, 0), device),
-            "inner q": inner.init(self._thin(cuts, 1), device),
+            "inner p": inner.init(self._thin_shapes(cuts, 0), device),
+            "inner q": inner.init(self._thin_shapes(cuts, 1), device),
         }
 
     def sum(self, x: Tensor, shapes: Sequence[Size], state: State, wire: Wire) -> Way:
-        cuts, inner = self._cuts(shapes), lift(self.inner)
+        cuts, inner = self._cut_matrices(shapes), to_codec(self.inner)
         whole = [x[cut.start : cut.stop] for cut in cuts]
-        q = self._views(cuts, state["q"], 1)
+        q = self._thin_views(cuts, state["q"], 1)
         p = torch.cat(
             [
                 (part.view(cut.matrix) @ q[cut]).view(-1) if cut.matrix else part
                 for cut, part in zip(cuts, whole, strict=True)
             ]
         )
-        summed = yield from inner.sum(p, self._thin(cuts, 0), state["inner p"], wire)
-        if not finite(summed.total):  # on all ranks
+        summed = yield from inner.sum(p, self._thin_shapes(cuts, 0), state["inner p"], wire)
+        if not is_finite(summed.total):  # on all ranks
             return Sum(torch.full_like(x, math.nan), lambda y: None, state)
         basis = {
-            cut: torch.linalg.qr(view).Q for cut, view in self._views(cuts, summed.total, 0).items()
+            cut: torch.linalg.qr(view).Q
+            for cut, view in self._thin_views(cuts, summed.total, 0).items()
         }
         mine = [
             (part.view(cut.matrix).t() @ basis[cut]).reshape(-1)
@@ -111,16 +122,16 @@ class powersgd:
         ]
         back = torch.cat(mine) if mine else x.new_empty(0)
         turned = yield from inner.sum(
-            back, self._thin(cuts, 1), state["inner q"], wire.after(inner.stages)
+            back, self._thin_shapes(cuts, 1), state["inner q"], wire.skip_stages(inner.stages)
         )
         total = torch.empty_like(x)
-        self._lay(cuts, total, basis, turned.total, summed.total)
+        self._write_product(cuts, total, basis, turned.total, summed.total)
 
         def settle(y: Tensor) -> None:
             left, rest = back.clone(), p.clone()
             turned.settle(left)
             summed.settle(rest)
-            self._lay(cuts, y, basis, back - left, p - rest, minus=True)
+            self._write_product(cuts, y, basis, back - left, p - rest, minus=True)
 
         return Sum(
             total, settle, {"q": turned.total, "inner p": summed.state, "inner q": turned.state}
@@ -128,17 +139,17 @@ class powersgd:
 
     # ---- layout
 
-    def _cuts(self, shapes: Sequence[Size]) -> list[_Matrices]:
+    def _cut_matrices(self, shapes: Sequence[Size]) -> list[_MatrixPlace]:
         ends = list(accumulate(map(math.prod, shapes), initial=0))
         cuts = []
         for start, stop, shape in zip(ends, ends[1:], shapes, strict=False):
             rows = shape[0] if len(shape) > 1 else 0
             columns = (stop - start) // rows if rows else 0
             thin = rows * columns > self.rank * (rows + columns)
-            cuts.append(_Matrices(start, stop, (rows, columns) if thin else None))
+            cuts.append(_MatrixPlace(start, stop, (rows, columns) if thin else None))
         return cuts
 
-    def _thin(self, cuts: Sequence[_Matrices], side: int) -> list[Size]:
+    def _thin_shapes(self, cuts: Sequence[_MatrixPlace], side: int) -> list[Size]:
         """Return the shapes of the tensors that travel: P with the tensors that are no matrices
         (side 0), or Q (side 1).
         """
@@ -150,7 +161,9 @@ class powersgd:
                 sizes.append(Size((cut.stop - cut.start,)))
         return sizes
 
-    def _views(self, cuts: Sequence[_Matrices], flat: Tensor, side: int) -> dict[_Matrices, Tensor]:
+    def _thin_views(
+        self, cuts: Sequence[_MatrixPlace], flat: Tensor, side: int
+    ) -> dict[_MatrixPlace, Tensor]:
         """Return the thin matrices in `flat`."""
         views, at = {}, 0
         for cut in cuts:
@@ -162,11 +175,11 @@ class powersgd:
                 at += cut.stop - cut.start
         return views
 
-    def _lay(
+    def _write_product(
         self,
-        cuts: Sequence[_Matrices],
+        cuts: Sequence[_MatrixPlace],
         out: Tensor,
-        basis: dict[_Matrices, Tensor],
+        basis: dict[_MatrixPlace, Tensor],
         q: Tensor,
         p: Tensor,
         *,
@@ -175,7 +188,7 @@ class powersgd:
         """Write P Q' where matrices are, and what travelled with P where the rest is; or
         subtract it.
         """
-        turned, at = self._views(cuts, q, 1), 0
+        turned, at = self._thin_views(cuts, q, 1), 0
         for cut in cuts:
             part = out[cut.start : cut.stop]
             if cut.matrix:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 @cache
-def words() -> Mapping[str, str]:
+def codec_words() -> Mapping[str, str]:
     """Find each word of a codec, with the "module:name" that makes it."""
     found: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):

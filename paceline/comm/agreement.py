@@ -20,7 +20,13 @@ import msgpack
 from paceline import callsite
 from paceline.comm.group_protocol import Group
 from paceline.comm.sightings import SKIPPED, Sightings
-from paceline.errors import LOSSES, DeadlineExceeded, Mismatch, PacelineError, WorkerLost
+from paceline.errors import (
+    RECOVERABLE_ERRORS,
+    DeadlineExceeded,
+    Mismatch,
+    PacelineError,
+    WorkerLost,
+)
 
 T = TypeVar("T")
 
@@ -217,7 +223,7 @@ class Agreement:
         while True:
             try:
                 return act()
-            except LOSSES as error:
+            except RECOVERABLE_ERRORS as error:
                 if self.recovery is None or self._is_inside_call:
                     raise
                 # While workers recover this one waits for none of them.
@@ -263,7 +269,7 @@ class Agreement:
         self._is_inside_call, self.since = True, time.monotonic()
         try:
             return CallResult(act())
-        except LOSSES as error:
+        except RECOVERABLE_ERRORS as error:
             self.since = None
             return self.recovery(error)
         finally:
@@ -381,7 +387,7 @@ class Agreement:
 
     def _gather_places(self) -> list[str]:
         """Gather the line of the script of every rank, after all have seen that they differ."""
-        own_place = callsite.place()
+        own_place = callsite.find_user_line()
         try:
             return [answer.decode() for answer in self.group.gather_bytes(own_place.encode())]
         except PacelineError:  # a worker has gone meanwhile

@@ -144,7 +144,7 @@ class AxisGroups:
         mesh, everyone = self.mesh, self.everyone
         if not names:
             return SoloGroup(rank=everyone.rank, view=everyone.view)
-        slices = mesh.groups(names)
+        slices = mesh.rank_groups_along(names)
         if len(slices) == 1:
             return everyone
         # Every rank takes part in making every group, and is in one of them.
@@ -193,5 +193,5 @@ def make_fast_subgroup(group: Group, ranks: Sequence[int], axis: str = "") -> Gr
     if flat is None or inner is None:
         return None
     return HostsGroup(
-        inner, leaders, flat, hosts, deadline=group.deadline, trace=group.trace.along(axis)
+        inner, leaders, flat, hosts, deadline=group.deadline, trace=group.trace.copy_for_axis(axis)
     )

@@ -33,7 +33,7 @@ class AxisMeter:
         self.calls = 0  # steps with an exchange
         # time.monotonic() at the end of the last exchange of each of the last steps.
         self.ended: deque[float] = deque(maxlen=64)
-        self._trace = (Trace(0) if trace is None else trace).along(axis)
+        self._trace = (Trace(0) if trace is None else trace).copy_for_axis(axis)
         self._name, self._step, self._counted_step = "", 0, -1
         self._groups: list[Group | Pairs] = []
 
@@ -59,7 +59,7 @@ class AxisMeter:
         try:
             yield
         finally:
-            self._trace.record(name, self.axis, started, self._end_exchange(started))
+            self._trace.record_span(name, self.axis, started, self._end_exchange(started))
 
     @contextmanager
     def measure_wait(self, name: str) -> Iterator[None]:
@@ -68,7 +68,7 @@ class AxisMeter:
         try:
             yield
         finally:
-            self._trace.record(name, "exchange", started, self._end_wait(started))
+            self._trace.record_span(name, "exchange", started, self._end_wait(started))
 
     def wait_measured(self, work: Work[T], name: str, begun: int) -> T:
         """Wait for an exchange, and measure the wait.
@@ -82,7 +82,7 @@ class AxisMeter:
         if work.done():
             result, self._name = work.wait(), name
             self._note_exchange()
-            self._trace.record(name, self.axis, begun, time.perf_counter_ns())
+            self._trace.record_span(name, self.axis, begun, time.perf_counter_ns())
             return result
         # The wait is time that this worker stood still; the exchange itself began earlier.
         started = self._begin_wait(name)
@@ -90,8 +90,8 @@ class AxisMeter:
             return work.wait()
         finally:
             ended = self._end_exchange(started)
-            self._trace.record(name, "exchange", started, ended)
-            self._trace.record(name, self.axis, begun, ended)
+            self._trace.record_span(name, "exchange", started, ended)
+            self._trace.record_span(name, self.axis, begun, ended)
 
     def _begin_wait(self, name: str) -> int:
         self._name, self._step, self.since = name, self._trace.step, time.monotonic()

@@ -124,7 +124,9 @@ def compare_on_group(group: Group, call: CallFingerprint) -> None:
     # gathers the lines of the script for the error.
     differ = any(text != texts[0] for text in texts)
     lines = (
-        [line.decode() for line in group.gather_bytes(callsite.place().encode())] if differ else ()
+        [line.decode() for line in group.gather_bytes(callsite.find_user_line().encode())]
+        if differ
+        else ()
     )
     fingerprint.check_calls_agree(texts, lines=lines)
 

@@ -92,7 +92,7 @@ def check_calls_agree(
     Args:
         calls: The (text, flaw) of each rank, in rank order.
         names: Rank of each member among all workers. Default: the ranks themselves.
-        lines: Line of the script of each rank, by `callsite.place`. Default: unknown.
+        lines: Line of the script of each rank, by `callsite.find_user_line`. Default: unknown.
 
     Raises:
         Mismatch: Ranks make different calls.

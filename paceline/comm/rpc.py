@@ -32,14 +32,14 @@ from torch import Tensor
 from zmq.utils import z85
 from zmq.utils.monitor import parse_monitor_message
 
-from paceline.cluster.secret import derive
+from paceline.cluster.secret import derive_key
 from paceline.comm import wire_format
 from paceline.comm.admission import ConnectionGuard
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.wire_format import MalformedMessage, TensorForm
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ServerLost
-from paceline.state.snapshot import raw
-from paceline.timings import DEFAULTS, ServerTimings
+from paceline.state.snapshot import view_cpu_bytes
+from paceline.timings import DEFAULT_TIMINGS, ServerTimings
 
 HEAD_BYTES = 1 << 16  # most bytes of a header
 FRAME = 1 << 16  # bytes of a frame between hosts
@@ -66,7 +66,7 @@ def derive_rpc_keys(secret: bytes, job: str) -> RpcKeys:
     """
 
     def pair(role: str) -> tuple[bytes, bytes]:
-        private = z85.encode(derive(secret, f"paceline {job} {role}"))
+        private = z85.encode(derive_key(secret, f"paceline {job} {role}"))
         return zmq.curve_public(private), private
 
     return RpcKeys(pair("server"), pair("worker"))
@@ -118,7 +118,7 @@ class RpcMessage:
             *(
                 part
                 for x in self.tensors
-                for part in wire_format.cut_frames(raw(x).numpy().data, frame)
+                for part in wire_format.cut_frames(view_cpu_bytes(x).numpy().data, frame)
             ),
         ]
 
@@ -214,7 +214,7 @@ class RpcServer:
         path: str | None = None,
         largest: int = 1 << 30,
         say: Callable[[str], None] = print,
-        timings: ServerTimings = DEFAULTS.servers,
+        timings: ServerTimings = DEFAULT_TIMINGS.servers,
     ) -> None:
         self._context: zmq.Context[Any] = zmq.Context()
         self._timings = timings
@@ -393,7 +393,7 @@ class RpcClient:
         who: str,
         largest: int = 1 << 30,
         alert: float | None = None,
-        timings: ServerTimings = DEFAULTS.servers,
+        timings: ServerTimings = DEFAULT_TIMINGS.servers,
     ) -> None:
         self.who = who
         self.near = address.startswith("ipc:")  # whether the server is on this host

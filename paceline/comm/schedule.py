@@ -17,7 +17,7 @@ from itertools import groupby
 from typing import Literal, NamedTuple
 
 from paceline.errors import UsageError
-from paceline.formatting import counted
+from paceline.formatting import format_count
 
 PIECES = 8  # pieces that an uneven schedule cuts a tensor into
 # How a value came about: ranks and partial sums, in the order in which they were added.
@@ -448,7 +448,7 @@ def draw_schedule(schedule: Schedule) -> str:
         (len(schedule.chunks), "chunk"),
         (len(schedule.rounds), "round"),
     ]
-    title = f"{schedule.name}: " + ", ".join(counted(number, word) for number, word in counts)
+    title = f"{schedule.name}: " + ", ".join(format_count(number, word) for number, word in counts)
     legend = "0 +> 1: sends chunk 0 to rank 1, which adds it; 0 -> 1: which keeps it"
     return "\n".join([title, legend, "", *(line.rstrip() for line in lines)])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import PacelineError
-from paceline.state.snapshot import shaped
+from paceline.state.snapshot import view_as_tensor
 
 DIMS = 16  # most dims of a tensor
 DTYPES = {
@@ -85,10 +85,10 @@ def assemble_tensor(form: TensorForm, frames: Sequence[memoryview]) -> Tensor:
         return torch.empty(form.shape, dtype=dtype)
     # A single frame that may be written to is the tensor's memory; others are put together.
     if len(frames) == 1 and not frames[0].readonly:
-        return shaped(torch.frombuffer(frames[0], dtype=torch.uint8), dtype, form.shape)
+        return view_as_tensor(torch.frombuffer(frames[0], dtype=torch.uint8), dtype, form.shape)
     joined = torch.empty(nbytes, dtype=torch.uint8)
     memory, at = joined.numpy().data, 0
     for frame in frames:
         memory[at : at + frame.nbytes] = frame
         at += frame.nbytes
-    return shaped(joined, dtype, form.shape)
+    return view_as_tensor(joined, dtype, form.shape)

@@ -13,8 +13,8 @@ from typer.core import TyperCommand
 from paceline import options
 from paceline.cluster import secret, topology_file
 from paceline.cluster.launcher.request import check_cluster
-from paceline.commands.watch import watched
-from paceline.unequal.probe.dtypes import check as check_dtypes
+from paceline.commands.watch import make_watched_job
+from paceline.unequal.probe.dtypes import check_dtypes
 
 app = typer.Typer(
     help="A cluster on this machine: hosts, slow links and faults.",
@@ -23,11 +23,11 @@ app = typer.Typer(
 )
 
 # Variables for a measurement. It must not use the file of a measured cluster, perhaps another one.
-UNMEASURED: Final = {"PACELINE_CLUSTER": ""}
-PROBE: Final = Path(__file__).parents[1] / "bench" / "probe.py"
+UNMEASURED_VARIABLES: Final = {"PACELINE_CLUSTER": ""}
+PROBE_SCRIPT: Final = Path(__file__).parents[1] / "bench" / "probe.py"
 
 
-def probing(dtypes: str, out: Path, *, here: bool) -> tuple[str, ...]:
+def make_probe_arguments(dtypes: str, out: Path, *, here: bool) -> tuple[str, ...]:
     """Make the arguments of the script that measures a cluster, and check them.
 
     Args:
@@ -52,11 +52,11 @@ class ScriptLast(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # click stops at the first argument. So options are collected in two rounds, and moved in
         # front of it.
-        before, positional = self._options(ctx, args)
-        between, rest = self._options(ctx, positional[1:])
+        before, positional = self._split_options(ctx, args)
+        between, rest = self._split_options(ctx, positional[1:])
         return super().parse_args(ctx, [*before, *between, *positional[:1], *rest])
 
-    def _options(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
+    def _split_options(self, ctx: Any, args: list[str]) -> tuple[list[str], list[str]]:
         """Split arguments into the options at their beginning, and the rest."""
         parser = type(self.make_parser(ctx))(ctx)
         for parameter in self.get_params(ctx):
@@ -113,11 +113,11 @@ def run_in_lab(
         show=True,
     )
     if watch is None:
-        raise typer.Exit(terminal.run(cluster, placement, request))
-    with watched(watch, secret.fresh()) as watcher:
+        raise typer.Exit(terminal.run_in_lab(cluster, placement, request))
+    with make_watched_job(watch, secret.make_secret()) as watcher:
         # On this machine, not inside the lab: from here all of its hosts can be reached.
         watcher.begin_serving()
-        code = terminal.run(cluster, placement, replace(request, watcher=watcher))
+        code = terminal.run_in_lab(cluster, placement, replace(request, watcher=watcher))
     raise typer.Exit(code)
 
 
@@ -126,21 +126,24 @@ def probe_in_lab(
     cluster: Annotated[str, typer.Argument(help="A ready-made cluster, or a .toml file.")],
     *,
     dtypes: options.Dtypes = "float32,bfloat16",
-    out: options.Measured = Path("cluster.json"),
+    out: options.MeasuredFile = Path("cluster.json"),
 ) -> None:
     """Build a cluster, measure it as `paceline probe` does, and take it down."""
     from paceline.lab import terminal
     from paceline.lab.running import LabRequest
     from paceline.observe.cluster_report import describe_cluster
 
-    args = probing(dtypes, out, here=True)
+    args = make_probe_arguments(dtypes, out, here=True)
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder:
         request = LabRequest(
-            str(PROBE), (*args, "--quiet", "--folder", folder), environ=UNMEASURED, show=True
+            str(PROBE_SCRIPT),
+            (*args, "--quiet", "--folder", folder),
+            environ=UNMEASURED_VARIABLES,
+            show=True,
         )
-        code = terminal.run(cluster, None, request, kept=False)
+        code = terminal.run_in_lab(cluster, None, request, kept=False)
     if code == 0:
-        typer.echo(describe_cluster(topology_file.read(out)))
+        typer.echo(describe_cluster(topology_file.read_topology(out)))
     raise typer.Exit(code)
 
 
@@ -149,7 +152,7 @@ def check_lab() -> None:
     """Check what a lab can do on this machine, and why some of it is missing."""
     from paceline.lab import terminal
 
-    raise typer.Exit(terminal.check())
+    raise typer.Exit(terminal.show_abilities())
 
 
 @app.command(
@@ -171,7 +174,7 @@ def shell_in_lab(
     """Open a shell in a host of a running lab, or run a command there."""
     from paceline.lab import terminal
 
-    terminal.shell(host, command or [], identity)
+    terminal.open_shell(host, command or [], identity)
 
 
 @app.command("clean")
@@ -179,4 +182,4 @@ def clean_lab() -> None:
     """Remove the remains of killed labs."""
     from paceline.lab import terminal
 
-    raise typer.Exit(terminal.clean())
+    raise typer.Exit(terminal.remove_leftovers())

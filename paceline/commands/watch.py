@@ -13,7 +13,7 @@ from paceline.observe.watch.address import WatchAddress
 from paceline.observe.watch.process import WatchedJob
 
 
-def watch(
+def watch_run(
     folder: Annotated[
         Path | None,
         typer.Argument(
@@ -35,11 +35,11 @@ def watch(
     from paceline.observe.watch.command import serve_run as serve
 
     address = WatchAddress.parse_address(listen, "--listen")
-    key = secret.fresh() if secret_file is None else secret.read(secret_file)
-    raise typer.Exit(serve(choose_run(folder), address, key, _say))
+    key = secret.make_secret() if secret_file is None else secret.read_secret(secret_file)
+    raise typer.Exit(serve(choose_run(folder), address, key, _print_message))
 
 
-def watched(asked: str, key: bytes, *, elsewhere: bool = False) -> WatchedJob:
+def make_watched_job(asked: str, key: bytes, *, elsewhere: bool = False) -> WatchedJob:
     """Make the server of a page that shows a job, to use as a context manager.
 
     Args:
@@ -48,9 +48,9 @@ def watched(asked: str, key: bytes, *, elsewhere: bool = False) -> WatchedJob:
         elsewhere: Whether the job has workers on other hosts.
     """
     return WatchedJob(
-        WatchAddress.parse_address(asked, "--watch"), key, elsewhere=elsewhere, say=_say
+        WatchAddress.parse_address(asked, "--watch"), key, elsewhere=elsewhere, say=_print_message
     )
 
 
-def _say(text: str) -> None:
+def _print_message(text: str) -> None:
     typer.echo(f"paceline: {text}", err=True)

@@ -20,7 +20,7 @@ from typing import Any, Final
 from paceline.errors import DataError
 
 # Steps of a bisection, after which floats can't tell the ends of the interval apart.
-_HALVINGS: Final = 100
+_BISECTIONS: Final = 100
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,23 @@ class SpeedCurve:
         """Seconds of a turn with this number of units."""
         return self.fixed + self.per_unit * units
 
-    def units(self, seconds: float) -> float:
+    def units_in(self, seconds: float) -> float:
         """Number of units that take this number of seconds."""
         return max((seconds - self.fixed) / self.per_unit, 0.0)
 
-    def scaled(self, factor: float) -> SpeedCurve:
+    def scaled_by(self, factor: float) -> SpeedCurve:
         """Curve of a worker that takes `factor` times as long for everything."""
         return SpeedCurve(self.fixed * factor, self.per_unit * factor)
 
 
-def balance(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
+def balance_shares(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
     """Whole shares of `batch` samples with which the slowest worker finishes soonest.
 
     Each worker gets a sample if there are enough: without one it computes on a ghost, which takes
     as long.
     """
     smallest = int(batch >= len(curves))
-    shares = [max(int(part), smallest) for part in _parts(batch, curves)]
+    shares = [max(int(part), smallest) for part in _divide_ideally(batch, curves)]
     # Slow workers were rounded up to one sample: take it from the workers that finish last.
     while sum(shares) > batch:
         longest = max(
@@ -82,14 +82,16 @@ def balance(batch: int, curves: Sequence[SpeedCurve]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def _parts(total: float, curves: Sequence[SpeedCurve], least: float = 0.0) -> tuple[float, ...]:
+def _divide_ideally(
+    total: float, curves: Sequence[SpeedCurve], least: float = 0.0
+) -> tuple[float, ...]:
     """Fractional shares with which all workers finish at the same time, each at least `least`."""
 
     def until(seconds: float) -> tuple[float, ...]:
-        return tuple(max(curve.units(seconds), least) for curve in curves)
+        return tuple(max(curve.units_in(seconds), least) for curve in curves)
 
     low, high = 0.0, max(curve(total) for curve in curves)
-    for _ in range(_HALVINGS):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         if sum(until(middle)) < total:
             low = middle
@@ -109,14 +111,14 @@ class SpeedShares:
     def __init__(self, curves: Sequence[SpeedCurve], per_sample: float = 1.0) -> None:
         self.curves, self.per_sample = tuple(curves), per_sample
         self._by_sample = [SpeedCurve(curve.fixed, curve.per_unit * per_sample) for curve in curves]
-        self._balanced = lru_cache(maxsize=128)(self._balance)
+        self._balanced = lru_cache(maxsize=128)(self._balance_samples)
 
     def __call__(self, batch: int) -> tuple[int, ...]:
         """Divide a batch of this number of samples."""
         return self._balanced(batch)
 
-    def _balance(self, batch: int) -> tuple[int, ...]:
-        return balance(batch, self._by_sample)
+    def _balance_samples(self, batch: int) -> tuple[int, ...]:
+        return balance_shares(batch, self._by_sample)
 
     def parts(self, total: float) -> tuple[float, ...]:
         """Divide `total` units into ideal, fractional parts.
@@ -128,7 +130,7 @@ class SpeedShares:
         least = (
             min(self.per_sample, total / size) if round(total / self.per_sample) >= size else 0.0
         )
-        ideal = _parts(total, self.curves, least)
+        ideal = _divide_ideally(total, self.curves, least)
         ideal_sum = math.fsum(ideal)
         return (
             tuple(part * total / ideal_sum for part in ideal)
@@ -141,10 +143,10 @@ class WorkerSpeeds:
     """Curves of all measured workers by their numbers (`Agreement.origins`), and their hosts."""
 
     def __init__(self) -> None:
-        self.known: dict[int, tuple[str, SpeedCurve]] = {}  # host and curve, by number
+        self.measured: dict[int, tuple[str, SpeedCurve]] = {}  # host and curve, by number
         self.per_sample = 1.0  # units of a usual sample
 
-    def learn(
+    def record_speeds(
         self,
         origins: Sequence[int],
         hosts: Sequence[str],
@@ -160,31 +162,36 @@ class WorkerSpeeds:
             per_sample: Units of a usual sample. Default: 1.
         """
         self.per_sample = per_sample
-        self.known.update(
+        self.measured.update(
             {
                 origin: (host, curve)
                 for origin, host, curve in zip(origins, hosts, curves, strict=True)
             }
         )
 
-    def of(self, origins: Sequence[int], hosts: Sequence[str]) -> tuple[SpeedCurve, ...] | None:
+    def curves_of(
+        self, origins: Sequence[int], hosts: Sequence[str]
+    ) -> tuple[SpeedCurve, ...] | None:
         """Look up the curves of the present workers; None if nothing was measured.
 
         A worker that has just joined gets the mean speed of the workers that have left its host; if
         there are none, of all on its host; if there are none, of all.
         """
-        if not self.known:
+        if not self.measured:
             return None
         return tuple(
-            self._guess(origin, host, origins) for origin, host in zip(origins, hosts, strict=True)
+            self._guess_curve(origin, host, origins)
+            for origin, host in zip(origins, hosts, strict=True)
         )
 
-    def _guess(self, origin: int, host: str, origins: Sequence[int]) -> SpeedCurve:
-        if origin in self.known:
-            return self.known[origin][1]
-        on_host = {other: curve for other, (name, curve) in self.known.items() if name == host}
+    def _guess_curve(self, origin: int, host: str, origins: Sequence[int]) -> SpeedCurve:
+        if origin in self.measured:
+            return self.measured[origin][1]
+        on_host = {other: curve for other, (name, curve) in self.measured.items() if name == host}
         departed = [curve for other, curve in on_host.items() if other not in origins]
-        similar = departed or list(on_host.values()) or [curve for _, curve in self.known.values()]
+        similar = (
+            departed or list(on_host.values()) or [curve for _, curve in self.measured.values()]
+        )
         return SpeedCurve(
             sum(curve.fixed for curve in similar) / len(similar),
             sum(curve.per_unit for curve in similar) / len(similar),
@@ -194,7 +201,7 @@ class WorkerSpeeds:
         """State for `load_state_dict`; `origins` are the present workers."""
         curves = [
             [origin, host, curve.fixed, curve.per_unit]
-            for origin, (host, curve) in sorted(self.known.items())
+            for origin, (host, curve) in sorted(self.measured.items())
         ]
         return {"origins": list(origins), "curves": curves, "per_sample": self.per_sample}
 
@@ -205,7 +212,7 @@ class WorkerSpeeds:
         self.per_sample = state["per_sample"]
         new_origins = dict(zip(state["origins"], origins, strict=True))
         departed = {origin for origin, *_ in state["curves"]} - set(new_origins) - set(origins)
-        self.known = {
+        self.measured = {
             new_origins.get(origin, origin): (host, SpeedCurve(fixed, per_unit))
             for origin, host, fixed, per_unit in state["curves"]
             if origin in new_origins or origin in departed

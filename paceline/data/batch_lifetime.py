@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Lent = list["weakref.ReferenceType[Any]"]
+LentTensors = list["weakref.ReferenceType[Any]"]
 _ROWS = (Tensor, np.ndarray)
 _ITEMS = (list, tuple)
 
 
-def lent(batch: Any) -> Lent:
+def track_batch(batch: Any) -> LentTensors:
     """Make weak references to the tensors and arrays of a batch that only a caller's list holds.
 
     Tensors that the data set also keeps are left out.
     """
-    references: Lent = []
-    if sys.getrefcount(batch) <= _WHOLE:
-        _collect(batch, references, _FRESH)
+    references: LentTensors = []
+    if sys.getrefcount(batch) <= _BATCH_REFERENCES:
+        _collect_references(batch, references, _TENSOR_REFERENCES)
     return references
 
 
-def alive(batch: Lent) -> bool:
+def is_alive(batch: LentTensors) -> bool:
     """Whether a tensor of the batch is still held."""
     # asked in each turn: a generator costs more than the loop
     for reference in batch:  # noqa: SIM110
@@ -36,14 +36,16 @@ def alive(batch: Lent) -> bool:
     return False
 
 
-def places(batch: Lent) -> set[int]:
+def held_addresses(batch: LentTensors) -> set[int]:
     """Addresses of the batch's tensors that are still held."""
     return set(
-        memory(value for value in (reference() for reference in batch) if isinstance(value, Tensor))
+        storage_addresses(
+            value for value in (reference() for reference in batch) if isinstance(value, Tensor)
+        )
     )
 
 
-def memory(values: Iterable[Any]) -> Iterator[int]:
+def storage_addresses(values: Iterable[Any]) -> Iterator[int]:
     """Yield the addresses of tensors among these values, also inside dicts, lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
@@ -51,26 +53,26 @@ def memory(values: Iterable[Any]) -> Iterator[int]:
             if value.layout is torch.strided and value.numel() and torch._C._has_storage(value):
                 yield value.untyped_storage().data_ptr()
         elif isinstance(value, Mapping):
-            yield from memory(value.values())
+            yield from storage_addresses(value.values())
         elif isinstance(value, list | tuple):
-            yield from memory(value)
+            yield from storage_addresses(value)
 
 
-def _collect(value: Any, references: Lent, most: int) -> None:
+def _collect_references(value: Any, references: LentTensors, most: int) -> None:
     if isinstance(value, _ROWS):
         if sys.getrefcount(value) <= most:
             references.append(weakref.ref(value))
     elif isinstance(value, _ITEMS):
         for part in value:
-            _collect(part, references, most)
+            _collect_references(part, references, most)
     elif isinstance(value, Mapping):
         for part in value.values():
-            _collect(part, references, most)
+            _collect_references(part, references, most)
     elif hasattr(value, "__dict__"):
-        _collect(vars(value), references, most)
+        _collect_references(vars(value), references, most)
 
 
-def _held_by_one_list() -> tuple[int, int]:
+def _count_list_references() -> tuple[int, int]:
     """Count the references to a batch that only a list holds, and to a tensor in it.
 
     Measured with calls like those of `track_batch` and `_collect_references`, as the count depends
@@ -91,4 +93,4 @@ def _held_by_one_list() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-_WHOLE, _FRESH = _held_by_one_list()
+_BATCH_REFERENCES, _TENSOR_REFERENCES = _count_list_references()

@@ -13,18 +13,18 @@ from torch import Tensor
 
 from paceline.errors import DataError
 
-IGNORED = -100  # default `ignore_index` of torch's losses
+IGNORED_LABEL = -100  # default `ignore_index` of torch's losses
 ADVICE = "give the rows as tensors in dicts, lists, tuples, named tuples or dataclasses"
 
 
-def rows(batch: Any, *, missing: int | None = None) -> int:
+def count_rows(batch: Any, *, missing: int | None = None) -> int:
     """Count the rows of a batch: the size of dim 0 that all its tensors share.
 
     Args:
         batch: The batch.
         missing: Result if there is no such size. Default: raises `DataError`.
     """
-    sizes = {leaf.shape[0] for leaf in _leaves(batch) if leaf.ndim > 0}
+    sizes = {leaf.shape[0] for leaf in _walk_leaves(batch) if leaf.ndim > 0}
     if len(sizes) != 1:
         if missing is not None:
             return missing
@@ -36,7 +36,7 @@ def rows(batch: Any, *, missing: int | None = None) -> int:
     return int(sizes.pop())
 
 
-def cut(batch: Any, start: int, stop: int, count: int) -> Any:
+def cut_rows(batch: Any, start: int, stop: int, count: int) -> Any:
     """Cut rows `start` to `stop` out of a batch of `count` rows.
 
     Tensors, arrays, lists of `count` plain values and tuples of `count` strings are cut. Other
@@ -48,7 +48,7 @@ def cut(batch: Any, start: int, stop: int, count: int) -> Any:
             return value[start:stop] if value.ndim > 0 and value.shape[0] == count else value
         return value[start:stop] if _is_column(value) and len(value) == count else value
 
-    return _mapped(batch, leaf)
+    return _map_leaves(batch, leaf)
 
 
 def _is_column(value: Any) -> bool:
@@ -60,7 +60,7 @@ def _is_column(value: Any) -> bool:
     return type(value) in (list, tuple) and all(isinstance(item, plain) for item in value)
 
 
-def attributes(batch: Any) -> dict[str, Any] | None:
+def attributes_of(batch: Any) -> dict[str, Any] | None:
     """Attributes of an object of a script's own class; None for other values."""
     if isinstance(batch, str | bytes | type) or not hasattr(batch, "__dict__"):
         return None
@@ -90,7 +90,7 @@ def tokens(
     """
 
     def weigh(batch: Any) -> float:
-        parts = dict(_items(batch))
+        parts = dict(_direct_items(batch))
         labels = parts[key] if key in parts else getattr(batch, str(key), None)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             has = f"a {type(batch).__qualname__} with {', '.join(map(repr, parts)) or 'no parts'}"
@@ -107,16 +107,16 @@ def tokens(
     return weigh
 
 
-def unevenly_ignored(batch: Any) -> Any | None:
+def find_unevenly_ignored(batch: Any) -> Any | None:
     """Key of labels of which losses ignore different numbers per sample; None if there are none."""
-    for key, value in _items(batch):
+    for key, value in _direct_items(batch):
         if (
             isinstance(value, Tensor)
             and value.dtype == torch.int64
             and value.ndim
             and value.numel()
         ):
-            ignored = value == IGNORED
+            ignored = value == IGNORED_LABEL
             counts = ignored.reshape(len(value), -1).sum(1)
             # One sample alone doesn't show that all samples have as many.
             alike = len(counts) > 1 and bool((counts == counts[0]).all())
@@ -125,36 +125,38 @@ def unevenly_ignored(batch: Any) -> Any | None:
     return None
 
 
-def _items(batch: Any) -> Iterable[tuple[Any, Any]]:
+def _direct_items(batch: Any) -> Iterable[tuple[Any, Any]]:
     """Direct contents of a batch, each with its name or place."""
     if isinstance(batch, Mapping):
         return batch.items()
     return (
-        enumerate(batch) if isinstance(batch, list | tuple) else (attributes(batch) or {}).items()
+        enumerate(batch)
+        if isinstance(batch, list | tuple)
+        else (attributes_of(batch) or {}).items()
     )
 
 
-def _mapped(batch: Any, leaf: Callable[[Any], Any]) -> Any:
+def _map_leaves(batch: Any, leaf: Callable[[Any], Any]) -> Any:
     if isinstance(batch, Tensor | np.ndarray) or _is_column(batch):
         return leaf(batch)
     if type(batch) is dict:
-        return {key: _mapped(value, leaf) for key, value in batch.items()}
+        return {key: _map_leaves(value, leaf) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(value, leaf) for value in batch))
+        return type(batch)(*(_map_leaves(value, leaf) for value in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_mapped(value, leaf) for value in batch)
-    fields = attributes(batch)
+        return type(batch)(_map_leaves(value, leaf) for value in batch)
+    fields = attributes_of(batch)
     if fields is not None:
         other = copy.copy(batch)
         for name, value in fields.items():
-            object.__setattr__(other, name, _mapped(value, leaf))
+            object.__setattr__(other, name, _map_leaves(value, leaf))
         return other
     if isinstance(batch, Mapping) or dataclasses.is_dataclass(batch):
         raise DataError(f"a batch holds a {type(batch).__qualname__}, which can't be cut: {ADVICE}")
     return batch
 
 
-def _leaves(batch: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
+def _walk_leaves(batch: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
     if isinstance(batch, Tensor | np.ndarray):
         yield batch
         return
@@ -163,7 +165,7 @@ def _leaves(batch: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
         if isinstance(batch, Mapping)
         else batch
         if isinstance(batch, list | tuple)
-        else (attributes(batch) or {}).values()
+        else (attributes_of(batch) or {}).values()
     )
     for value in inner:
-        yield from _leaves(value)
+        yield from _walk_leaves(value)

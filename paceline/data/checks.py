@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.spec import Loss, Weigh
 from paceline.errors import DataError
-from paceline.formatting import unknown
+from paceline.formatting import describe_unknown_choice
 
 
 def check_loader(loader: DataLoader[Any], loss: str, weigh: Weigh | None) -> None:
@@ -58,7 +58,7 @@ def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
 
 def check_options(loss: str, weigh: Weigh | None) -> None:
     """Raise `DataError` for options by which no loader can be dealt."""
-    if wrong := unknown("loss", loss, Loss):
+    if wrong := describe_unknown_choice("loss", loss, Loss):
         raise DataError(f"{wrong} (as the loss function's reduction is)")
     if loss == "sum" and weigh is not None:
         raise DataError(

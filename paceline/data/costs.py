@@ -29,10 +29,12 @@ from paceline.errors import DataError
 Cost = Callable[[Any], float]
 """Sample of a data set -> its cost: a number, zero or more, such as a length."""
 
-ABOVE = 1.01  # a worker's sum / its part of all costs, above which samples are exchanged
-TRIFLE = 1e-6  # times the mean cost: added to each sample, so that samples of cost 0 count
-EXCHANGES = 8  # most exchanges per worker
-HALVINGS = 40  # steps of the bisection for the smallest padded cost
+MAX_EXCESS = 1.01  # a worker's sum / its part of all costs, above which samples are exchanged
+MIN_RELATIVE_COST = (
+    1e-6  # times the mean cost: added to each sample, so that samples of cost 0 count
+)
+MAX_EXCHANGES = 8  # most exchanges per worker
+BISECTIONS = 40  # steps of the bisection for the smallest padded cost
 
 
 class PaddedCost:
@@ -79,14 +81,14 @@ def deal_by_cost(costs: Sequence[float], parts: Sequence[float]) -> list[list[in
     shares, sums = np.array([parts[rank] for rank in ranks]), np.zeros(len(ranks))
     loads = [_Load(parts[rank]) for rank in ranks]
     # Samples of cost 0 are dealt evenly, too.
-    trifle = TRIFLE * math.fsum(costs) / max(len(costs), 1) or 1.0
+    trifle = MIN_RELATIVE_COST * math.fsum(costs) / max(len(costs), 1) or 1.0
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
         least = int(np.argmin((sums + costs[place]) / shares))
         sums[least] += costs[place] + trifle
         loads[least].samples.append((costs[place], place))
     for load in loads:
-        load.settle()
-    _level(loads)
+        load.sort_samples()
+    _level_loads(loads)
     dealt: list[list[int]] = [[] for _ in parts]
     for rank, load in zip(ranks, loads, strict=True):
         dealt[rank] = [place for _, place in load.samples]
@@ -109,13 +111,13 @@ def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int
     )
     # Bisect for the smallest limit, per unit of a part, with which no sample is left over.
     below, enough = 0.0, len(costs) * max(costs, default=0.0) / min(parts[rank] for rank in ranks)
-    for _ in range(HALVINGS):
+    for _ in range(BISECTIONS):
         middle = (below + enough) / 2
-        if _cut(rising, [middle * parts[rank] for rank in ranks]) is None:
+        if _cut_sorted(rising, [middle * parts[rank] for rank in ranks]) is None:
             below = middle
         else:
             enough = middle
-    cuts = _cut(rising, [enough * parts[rank] for rank in ranks])
+    cuts = _cut_sorted(rising, [enough * parts[rank] for rank in ranks])
     assert cuts is not None  # with the first limit, one rank could have all samples
     dealt: list[list[int]] = [[] for _ in parts]
     for rank, (start, stop) in zip(ranks, pairwise(cuts), strict=True):
@@ -123,7 +125,7 @@ def deal_padded(costs: Sequence[float], parts: Sequence[float]) -> list[list[int
     return dealt
 
 
-def _cut(rising: Sequence[float], mosts: Sequence[float]) -> list[int] | None:
+def _cut_sorted(rising: Sequence[float], mosts: Sequence[float]) -> list[int] | None:
     """Cut sorted costs into pieces, each with the padded cost `mosts[i]` at most.
 
     Returns the bounds of the pieces, or None if samples are left over.
@@ -147,31 +149,33 @@ class _Load:
     def __init__(self, part: float) -> None:
         self.part, self.samples, self.cost = part, list[tuple[float, int]](), 0.0
 
-    def settle(self) -> None:
+    def sort_samples(self) -> None:
         """Sort the samples after a change, and sum up their costs."""
         self.samples.sort()
         self.cost = math.fsum(cost for cost, _ in self.samples)
 
 
-def _level(loads: Sequence[_Load]) -> None:
+def _level_loads(loads: Sequence[_Load]) -> None:
     """Exchange samples until the sum of each worker is at most `MAX_EXCESS` times its part.
 
     If no exchange makes the heaviest worker lighter (one sample may be more than its part), it is
     left as it is, and the other workers are levelled.
     """
     order = list(loads)
-    for _ in range(EXCHANGES * len(loads)):
+    for _ in range(MAX_EXCHANGES * len(loads)):
         order.sort(key=lambda load: load.cost / load.part)
         most = (
-            ABOVE * math.fsum(load.cost for load in order) / math.fsum(load.part for load in order)
+            MAX_EXCESS
+            * math.fsum(load.cost for load in order)
+            / math.fsum(load.part for load in order)
         )
         if order[-1].cost <= most * order[-1].part:
             return
-        if not any(_exchange(order[-1], light) for light in order[:-1]):
+        if not any(_exchange_samples(order[-1], light) for light in order[:-1]):
             order.pop()
 
 
-def _exchange(heavy: _Load, light: _Load) -> bool:
+def _exchange_samples(heavy: _Load, light: _Load) -> bool:
     """Move a sample from one worker to another, or exchange it for a smaller one.
 
     Of all such exchanges, makes the one that levels the two best; False if none does.
@@ -205,7 +209,7 @@ def _exchange(heavy: _Load, light: _Load) -> bool:
         light.samples.remove(other)
         heavy.samples.append(other)
     for load in (heavy, light):
-        load.settle()
+        load.sort_samples()
     return True
 
 
@@ -220,7 +224,7 @@ class BatchDeal(NamedTuple):
         """Number of samples of each rank."""
         return [len(places) for places in self.places]
 
-    def of(self, batch: Any, rank: int) -> Any:
+    def indices_of(self, batch: Any, rank: int) -> Any:
         """Select the indices of one rank's samples from those of the global batch."""
         places = self.places[rank]
         return (
@@ -262,34 +266,34 @@ class SampleCosts:
 
     def __init__(self, cost: Cost, dataset: Any) -> None:
         self._cost, self._dataset, self.pads = cost, dataset, isinstance(cost, PaddedCost)
-        self._known: dict[Any, float] = {}
+        self._cost_by_key: dict[Any, float] = {}
 
-    def of(self, batch: Any) -> list[float]:
+    def costs_of(self, batch: Any) -> list[float]:
         """Look up the costs of a batch's samples, which `exchange_costs` has learnt."""
-        return [self._known[_key(index)] for index in batch]
+        return [self._cost_by_key[_index_key(index)] for index in batch]
 
-    def learn(self, batches: Sequence[Any], agreement: Agreement) -> None:
+    def exchange_costs(self, batches: Sequence[Any], agreement: Agreement) -> None:
         """Compute and exchange the costs of these batches. Collective.
 
         Raises:
             DataError: A cost is negative or no number, or a whole batch costs nothing.
         """
-        keys = list(dict.fromkeys(_key(index) for batch in batches for index in batch))
+        keys = list(dict.fromkeys(_index_key(index) for batch in batches for index in batch))
         # A worker that has just joined knows no costs, so workers first say which they know.
-        own = np.fromiter((key in self._known for key in keys), dtype=bool, count=len(keys))
+        own = np.fromiter((key in self._cost_by_key for key in keys), dtype=bool, count=len(keys))
         known_by_rank = [
             np.frombuffer(body, dtype=bool) for body in agreement.meet("costs known", own.tobytes())
         ]
         if not all(is_known.all() for is_known in known_by_rank):
-            self._exchange(keys, known_by_rank, agreement)
+            self._exchange_unknown(keys, known_by_rank, agreement)
         for batch in batches:
-            if len(batch) and not any(self.of(batch)):
+            if len(batch) and not any(self.costs_of(batch)):
                 raise DataError(
                     f"cost= gives 0 for all samples of a batch, as for sample {batch[0]!r}: "
                     "give samples a cost above zero"
                 )
 
-    def _exchange(
+    def _exchange_unknown(
         self,
         keys: Sequence[Any],
         known_by_rank: Sequence[np.ndarray[Any, np.dtype[np.bool_]]],
@@ -306,18 +310,20 @@ class SampleCosts:
                 None if len(knowing) == size else knowing[0] if knowing else unknown % size
             )
             unknown += not knowing
-        before, own_costs, failure = rng.shared_state(), list[float](), ""
+        before, own_costs, failure = rng.get_shared_state(), list[float](), ""
         try:
             own_costs += [
-                self._ask(key) for key, owner in zip(keys, owners, strict=True) if owner == rank
+                self._compute_cost(key)
+                for key, owner in zip(keys, owners, strict=True)
+                if owner == rank
             ]
         except DataError as error:
             # Raised on all workers below, as they wait for this one.
             failure = str(error)
         finally:
             # Reading samples may draw from the shared generators; training must draw the same.
-            if rng.mark(rng.shared_state()) != rng.mark(before):
-                rng.put_shared(before)
+            if rng.mark_state(rng.get_shared_state()) != rng.mark_state(before):
+                rng.set_shared_state(before)
         # A leading 0.0 has a first byte of 0, which no error text begins with.
         answer = (
             failure.encode() if failure else struct.pack(f"<{len(own_costs) + 1}d", 0.0, *own_costs)
@@ -329,11 +335,11 @@ class SampleCosts:
         answers = [iter(struct.unpack(f"<{len(body) // 8}d", body)[1:]) for body in bodies]
         for key, owner in zip(keys, owners, strict=True):
             if owner is not None:
-                self._known[key] = next(answers[owner])
+                self._cost_by_key[key] = next(answers[owner])
 
-    def _ask(self, key: Any) -> float:
-        if key in self._known:
-            return self._known[key]
+    def _compute_cost(self, key: Any) -> float:
+        if key in self._cost_by_key:
+            return self._cost_by_key[key]
         sample = self._dataset[key]
         try:
             cost = float(self._cost(sample))
@@ -349,7 +355,7 @@ class SampleCosts:
         return cost
 
 
-def _key(index: Any) -> Any:
+def _index_key(index: Any) -> Any:
     """Convert an index to a key: indices of numpy and torch become numbers."""
     if isinstance(index, Tensor | np.generic):
         return index.item()

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from paceline.data.batches import ADVICE, attributes
+from paceline.data.batches import ADVICE, attributes_of
 from paceline.errors import DataError
 
 Collate = Callable[[Any], Any]
 PLAIN = (str, bytes, int, float, complex, bool, type(None))
 
 
-def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
+def empty_rows(one: Any, two: Any, *, surely: bool = True) -> Any:
     """Remove all rows from `one`, a batch of one sample; `two` is a batch of twice that sample.
 
     Values that grow between the two have rows. Raises `DataError` for values that have changed
@@ -33,9 +33,9 @@ def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
     """
     emptier = _Emptier()
     try:
-        empty = emptier.walk(one, two)
+        empty = emptier.empty_value(one, two)
         if not emptier.grown:
-            raise _unable(one)
+            raise _make_error(one)
     except DataError:
         if surely:
             raise
@@ -43,17 +43,17 @@ def emptied(one: Any, two: Any, *, surely: bool = True) -> Any:
     return empty
 
 
-def collated_empty(collate: Collate, sample: Any, *, surely: bool = True) -> Any:
+def collate_empty(collate: Collate, sample: Any, *, surely: bool = True) -> Any:
     """Derive the batch that `collate` would make of no samples, from copies of this sample.
 
     Copies are used because `collate` may change its samples.
     """
-    return emptied(
+    return empty_rows(
         collate([copy.copy(sample)]), collate([copy.copy(sample), copy.copy(sample)]), surely=surely
     )
 
 
-def _unable(value: Any) -> DataError:
+def _make_error(value: Any) -> DataError:
     return DataError(
         "a worker has an empty share of an evaluation batch, and a batch of no rows can't be made "
         f"of a {type(value).__qualname__}: "
@@ -66,77 +66,80 @@ class _Emptier:
     def __init__(self) -> None:
         self.grown = 0  # how many tensors and lists have rows
 
-    def walk(self, one: Any, two: Any) -> Any:
+    def empty_value(self, one: Any, two: Any) -> Any:
         if type(one) is not type(two) or isinstance(one, PackedSequence | set):
-            raise _unable(one)
+            raise _make_error(one)
         if isinstance(one, Tensor | np.ndarray):
-            return self._tensor(one, two)
+            return self._empty_tensor(one, two)
         if isinstance(one, dict):
-            return self._mapping(one, two)
+            return self._empty_mapping(one, two)
         if isinstance(one, list | tuple):
-            return self._items(one, two)
+            return self._empty_items(one, two)
         if isinstance(one, PLAIN) or one is two:
-            return _plain(one, two)
-        return self._object(one, two)
+            return _empty_plain(one, two)
+        return self._empty_object(one, two)
 
-    def _tensor(self, one: Any, two: Any) -> Any:
+    def _empty_tensor(self, one: Any, two: Any) -> Any:
         if isinstance(one, Tensor) and (one.is_nested or one.layout is not torch.strided):
-            raise _unable(one)
+            raise _make_error(one)
         differ = [
             dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b
         ]
         if one.ndim != two.ndim or len(differ) > 1:
-            raise _unable(one)
+            raise _make_error(one)
         if not differ:
-            return _same(one, two)
+            return _keep_same(one, two)
         dim = differ[0]
-        return one[(slice(None),) * dim + (slice(self._left(one, one.shape[dim], two.shape[dim])),)]
+        return one[
+            (slice(None),) * dim
+            + (slice(self._length_without_rows(one, one.shape[dim], two.shape[dim])),)
+        ]
 
-    def _left(self, value: Any, one: int, two: int) -> int:
+    def _length_without_rows(self, value: Any, one: int, two: int) -> int:
         """Length without rows: rows leave nothing, and edges between rows leave one."""
         left = 2 * one - two
         if left < 0:
-            raise _unable(value)
+            raise _make_error(value)
         self.grown += 1
         return left
 
-    def _mapping(self, one: dict[Any, Any], two: dict[Any, Any]) -> Any:
+    def _empty_mapping(self, one: dict[Any, Any], two: dict[Any, Any]) -> Any:
         if one.keys() != two.keys():
-            raise _unable(one)
+            raise _make_error(one)
         other = copy.copy(one)
-        other.update({key: self.walk(value, two[key]) for key, value in one.items()})
+        other.update({key: self.empty_value(value, two[key]) for key, value in one.items()})
         return other
 
-    def _items(self, one: Sequence[Any], two: Sequence[Any]) -> Any:
+    def _empty_items(self, one: Sequence[Any], two: Sequence[Any]) -> Any:
         kind: Any = type(one)
         if len(one) != len(two):
-            return kind(one[: self._left(one, len(one), len(two))])
-        inner = [self.walk(a, b) for a, b in zip(one, two, strict=True)]
+            return kind(one[: self._length_without_rows(one, len(one), len(two))])
+        inner = [self.empty_value(a, b) for a, b in zip(one, two, strict=True)]
         return kind(*inner) if hasattr(one, "_fields") else kind(inner)
 
-    def _object(self, one: Any, two: Any) -> Any:
-        mine, others = attributes(one), attributes(two)
+    def _empty_object(self, one: Any, two: Any) -> Any:
+        mine, others = attributes_of(one), attributes_of(two)
         if mine is None or others is None or mine.keys() != others.keys():
             if mine is None and bool(one == two):
                 return one
-            raise _unable(one)
+            raise _make_error(one)
         other = copy.copy(one)
         for name, value in mine.items():
-            object.__setattr__(other, name, self.walk(value, others[name]))
+            object.__setattr__(other, name, self.empty_value(value, others[name]))
         return other
 
 
-def _same(one: Any, two: Any) -> Any:
+def _keep_same(one: Any, two: Any) -> Any:
     """Keep a value that is no row, if it is the same for one sample and two."""
     a, b = torch.as_tensor(one), torch.as_tensor(two)
     if a.dtype != b.dtype or not torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True):
-        raise _unable(one)
+        raise _make_error(one)
     return one
 
 
-def _plain(one: Any, two: Any) -> Any:
+def _empty_plain(one: Any, two: Any) -> Any:
     if one == two or repr(one) == repr(two):  # a NaN doesn't equal itself
         return one
     if type(one) in (int, float):
         return 2 * one - two  # a count, or a sum over samples
-    raise _unable(one)
+    raise _make_error(one)

@@ -21,11 +21,18 @@ from torch.utils.data import DataLoader
 
 from paceline.data import rng
 from paceline.data.costs import BatchDeal
-from paceline.data.empty_batch import emptied
-from paceline.data.reader_failure import read
-from paceline.data.sampler import EpochIndices, is_list
-from paceline.data.shares import spans
-from paceline.data.spec import GlobalBatch, LoaderSpec, Pipeline, SharePart, source, whole_rows
+from paceline.data.empty_batch import empty_rows
+from paceline.data.reader_failure import read_batch
+from paceline.data.sampler import EpochIndices, is_index_list
+from paceline.data.shares import share_bounds
+from paceline.data.spec import (
+    GlobalBatch,
+    LoaderSpec,
+    Pipeline,
+    SharePart,
+    deal_rows,
+    find_ghost_source,
+)
 from paceline.errors import DataError
 
 READ_WHOLE = (
@@ -34,7 +41,7 @@ READ_WHOLE = (
 )
 # Marks a request of one sample that is followed by a request of the same sample twice. The two
 # batches together show which of their values are rows.
-TWICE: Final = "twice"
+REPEATED_NEXT: Final = "twice"
 
 
 class IndexFeed:
@@ -44,79 +51,79 @@ class IndexFeed:
         self.terms = terms
         self.indices: EpochIndices | None = None
         # Round and part of each request whose batch hasn't been taken yet.
-        self.dealt: deque[tuple[int, SharePart]] = deque()
+        self.requested_parts: deque[tuple[int, SharePart]] = deque()
         self.round = 0  # batches of requests from earlier rounds are discarded
         # Whether empty shares are requested as ghosts, by the terms at the begin of the round.
-        self.ghosts = True
+        self.requests_ghosts = True
         self._step = 0
         # Index lists of the last step, and their parts, that haven't been requested yet.
-        self._waiting: deque[tuple[Any, SharePart]] = deque()
+        self._pending_lists: deque[tuple[Any, SharePart]] = deque()
         self._deals: dict[int, BatchDeal] = {}  # by step, from the present step on
 
     def __iter__(self) -> IndexFeed:
         return self
 
     def __next__(self) -> Any:
-        if not self._waiting:
-            batch = None if self.indices is None else self.indices.batch(self._step)
+        if not self._pending_lists:
+            batch = None if self.indices is None else self.indices.batch_of(self._step)
             if batch is None:
                 raise StopIteration
-            self._waiting.extend(self._cut(batch))
+            self._pending_lists.extend(self._cut_batch(batch))
             self._step += 1
-        index, part = self._waiting.popleft()
-        self.dealt.append((self.round, part))
+        index, part = self._pending_lists.popleft()
+        self.requested_parts.append((self.round, part))
         return index
 
-    def go(self, indices: EpochIndices, step: int) -> None:
+    def continue_at(self, indices: EpochIndices, step: int) -> None:
         """Continue at `step` in a new round, so that earlier requests are discarded."""
         self.indices = indices
         self.round += 1
-        self.ghosts = self.terms.ghosts
+        self.requests_ghosts = self.terms.uses_ghosts
         self._step = step
-        self._waiting.clear()
+        self._pending_lists.clear()
         self._deals.clear()
 
-    def deal(self, step: int, batch: Any) -> BatchDeal:
+    def deal_by_cost(self, step: int, batch: Any) -> BatchDeal:
         """Deal the global batch of a step by cost, once."""
         if step not in self._deals:
-            self._deals[step] = self.terms.deal(batch)
+            self._deals[step] = self.terms.deal_by_cost(batch)
         return self._deals[step]
 
-    def forget(self, step: int) -> None:
+    def forget_deals(self, step: int) -> None:
         """Drop the deals of steps before this one."""
         for past in [earlier for earlier in self._deals if earlier < step]:
             del self._deals[past]
 
-    def _cut(self, batch: Any) -> Iterator[tuple[Any, SharePart]]:
+    def _cut_batch(self, batch: Any) -> Iterator[tuple[Any, SharePart]]:
         """Yield this worker's index lists in a global batch: one, or two for an empty share."""
         terms = self.terms
-        if terms.loader.batch_sampler is None and not is_list(batch):
+        if terms.loader.batch_sampler is None and not is_index_list(batch):
             # A single index, whose item is a whole batch: it is cut when it has been read.
             yield batch, SharePart(0, 0, None)
             return
         count = len(batch)
-        if terms.alone:
+        if terms.is_alone:
             yield batch, SharePart(count, count, None)
             return
-        if terms.by_cost:
+        if terms.deals_by_cost:
             yield from self._cut_by_cost(batch)
             return
-        start, stop = spans(terms.shares(count))[terms.rank]
-        twice = stop == start and not self.ghosts
+        start, stop = share_bounds(terms.shares(count))[terms.rank]
+        twice = stop == start and not self.requests_ghosts
         yield (
             batch[start:stop] if stop > start else batch[:1],
-            SharePart(count, stop - start, TWICE if twice else None),
+            SharePart(count, stop - start, REPEATED_NEXT if twice else None),
         )
         if twice:
             yield [*batch[:1], *batch[:1]], SharePart(count, 0, None)
 
     def _cut_by_cost(self, batch: Any) -> Iterator[tuple[Any, SharePart]]:
-        rank, deal = self.terms.rank, self.deal(self._step, batch)
+        rank, deal = self.terms.rank, self.deal_by_cost(self._step, batch)
         share, count = len(deal.places[rank]), len(batch)
-        twice = not share and not self.ghosts
+        twice = not share and not self.requests_ghosts
         yield (
-            deal.of(batch, rank) if share else batch[:1],
-            SharePart(count, share, TWICE if twice else None, deal.costs[rank]),
+            deal.indices_of(batch, rank) if share else batch[:1],
+            SharePart(count, share, REPEATED_NEXT if twice else None, deal.costs[rank]),
         )
         if twice:
             yield [*batch[:1], *batch[:1]], SharePart(count, 0, None)
@@ -131,42 +138,46 @@ class IndexedPipeline(Pipeline):
         self._indices: EpochIndices | None = None
         self._loader: DataLoader[Any] | None = None
         self._batches: Iterator[Any] | None = None
-        self._asked = -1  # the last step that was dealt
-        self._unread = False  # its part has not been read
+        self._last_step = -1  # the last step that was dealt
+        self._part_unread = False  # its part has not been read
         # Round and part of a batch that was read ahead for `peek_batch`.
-        self._held: tuple[int, tuple[SharePart, Any]] | None = None
-        self.at_once: int | None = None  # indices to draw at a time, as in `EpochIndices`
+        self._peeked: tuple[int, tuple[SharePart, Any]] | None = None
+        self.indices_at_once: int | None = None  # indices to draw at a time, as in `EpochIndices`
 
-    def begin(self, epoch: int, state: dict[str, Any] | None) -> int:
+    def begin_epoch(self, epoch: int, state: dict[str, Any] | None) -> int:
         """Begin an epoch with the draws of a plain DataLoader: its base seed, then its sampler.
 
         At a position in the middle of an epoch, the same order is drawn again, from the same states
         of the generators, and skipped up to there.
         """
         terms, loader, order = self.terms, self.terms.loader, self.terms.order
-        self.end()
-        order.begin()
+        self.end_epoch()
+        order.begin_epoch()
         start, check, present = 0, None, None
         if state is not None:
             start, check = int(state["step"]), int(state["check"])
-            rng.put_own(loader, state["own"] if state["origin"] is None else state["origin"])
+            rng.set_own_state(loader, state["own"] if state["origin"] is None else state["origin"])
             # Shared generators go back to the begin of the epoch for a moment.
             if state["shared"] is not None:
-                present = order.shared_state()
-                order.put_shared(state["shared"])
+                present = order.get_shared_state()
+                order.set_shared_state(state["shared"])
         # A DataLoader with persistent workers draws its base seed in the first epoch only.
         seeded = (
             not (loader.persistent_workers and self._loader is not None)
             if state is None
             else bool(state["seeded"])
         )
-        origin = {"own": rng.own_state(loader), "shared": order.shared_state(), "seeded": seeded}
-        with order.drawing():
+        origin = {
+            "own": rng.get_own_state(loader),
+            "shared": order.get_shared_state(),
+            "seeded": seeded,
+        }
+        with order.draw_from_order():
             # A copy: the inner DataLoader must not move the script's generator once more.
-            seeds = rng.of_readers(loader.generator, self.terms.rank)
+            seeds = rng.make_reader_generator(loader.generator, self.terms.rank)
             if seeded:
                 rng.draw_seed(loader.generator)
-        depth, learn = self._depth(), partial(_learn, terms)
+        depth, learn = self._agree_on_prefetch(), partial(_exchange_costs, terms)
         indices = EpochIndices(
             loader,
             terms.agreement,
@@ -174,108 +185,113 @@ class IndexedPipeline(Pipeline):
             ahead=depth,
             origin=origin,
             start=start,
-            at_once=self.at_once,
+            at_once=self.indices_at_once,
             learn=learn,
         )
         self._indices = indices
-        indices.prime(check)
+        indices.draw_first(check)
         if present is not None:
-            order.put_shared(present)
-        if start == 0 and indices.batch(0) is None:
+            order.set_shared_state(present)
+        if start == 0 and indices.batch_of(0) is None:
             raise DataError(
-                f"the loader has no batch: {_length(loader)} samples, batch size "
+                f"the loader has no batch: {_describe_length(loader)} samples, batch size "
                 f"{loader.batch_size}, drop_last={loader.drop_last}. "
                 "Give more samples, a smaller batch size, or drop_last=False"
             )
-        self._asked = start - 1
-        self._feed.go(indices, start)
-        self.primed(start)
-        self._open(seeds)
+        self._last_step = start - 1
+        self._feed.continue_at(indices, start)
+        self.handle_first_indices(start)
+        self._open_loader(seeds)
         return start
 
-    def primed(self, start: int) -> None:
+    def handle_first_indices(self, start: int) -> None:
         """Called when the first indices are here, before any batch is read. Does nothing."""
 
-    def step(self, index: int) -> GlobalBatch | None:
-        indices = self._found
-        self._asked = index
-        indices.refill(index)
-        batch = indices.batch(index)
+    def deal_step(self, index: int) -> GlobalBatch | None:
+        indices = self._epoch_indices
+        self._last_step = index
+        indices.fetch_chunk(index)
+        batch = indices.batch_of(index)
         if batch is None:
             return None
-        if self.terms.loader.batch_sampler is None and not is_list(batch):
-            if not self.terms.alone:
-                self.terms.announce(READ_WHOLE)
-            return whole_rows(self.terms, self._read()[1])
+        if self.terms.loader.batch_sampler is None and not is_index_list(batch):
+            if not self.terms.is_alone:
+                self.terms.announce_once(READ_WHOLE)
+            return deal_rows(self.terms, self._read_part()[1])
         terms, count = self.terms, len(batch)
-        self._feed.forget(index)
-        deal = self._feed.deal(index, batch) if terms.by_cost else None
+        self._feed.forget_deals(index)
+        deal = self._feed.deal_by_cost(index, batch) if terms.deals_by_cost else None
         shares = terms.shares(count) if deal is None else deal.shares
         # A ghost was requested for an empty share, and evaluation wants no rows: request again.
-        if self._feed.ghosts and not terms.ghosts and shares[terms.rank] == 0:
-            self.redeal(index)
-        self._unread = True
+        if self._feed.requests_ghosts and not terms.uses_ghosts and shares[terms.rank] == 0:
+            self.redeal_step(index)
+        self._part_unread = True
         return GlobalBatch(
-            count, self._part, source(shares), rows=None if deal is None else deal.places
+            count,
+            self._take_part,
+            find_ghost_source(shares),
+            rows=None if deal is None else deal.places,
         )
 
-    def peek(self) -> Any:
+    def peek_batch(self) -> Any:
         # Items may be whole batches, which aren't cut before their step.
-        may_be_whole = self.terms.loader.batch_sampler is None and not self._unread
-        if may_be_whole or (not self._unread and self._found.batch(self._asked + 1) is None):
+        may_be_whole = self.terms.loader.batch_sampler is None and not self._part_unread
+        if may_be_whole or (
+            not self._part_unread and self._epoch_indices.batch_of(self._last_step + 1) is None
+        ):
             return None
-        if self._held is None or self._held[0] != self._feed.round:
-            self._held = self._feed.round, self._read()
-        return self._held[1][1]
+        if self._peeked is None or self._peeked[0] != self._feed.round:
+            self._peeked = self._feed.round, self._read_part()
+        return self._peeked[1][1]
 
-    def redeal(self, index: int) -> None:
-        self._feed.go(self._found, index)
+    def redeal_step(self, index: int) -> None:
+        self._feed.continue_at(self._epoch_indices, index)
 
     def regroup(self, index: int) -> None:
         # A worker that joins calls this in `begin_epoch`, so all others must call it too.
-        self._depth()
-        self._found.regroup(self.terms.agreement, index)
-        self.redeal(index)
+        self._agree_on_prefetch()
+        self._epoch_indices.regroup(self.terms.agreement, index)
+        self.redeal_step(index)
 
-    def state(self, index: int) -> dict[str, Any]:
-        indices = self._found
+    def position_at(self, index: int) -> dict[str, Any]:
+        indices = self._epoch_indices
         origin = indices.origin
         return {
             "step": index,
-            "check": indices.mark(index),
+            "check": indices.mark_before(index),
             "own": None,
             "origin": origin["own"],
             "shared": origin["shared"],
             "seeded": origin["seeded"],
         }
 
-    def first(self, state: dict[str, Any]) -> dict[str, Any]:
+    def epoch_start(self, state: dict[str, Any]) -> dict[str, Any]:
         return {**state, "step": 0, "check": 0}
 
-    def next_epoch(self) -> dict[str, Any]:
+    def next_epoch_start(self) -> dict[str, Any]:
         seeded = not (self._loader is not None and self.terms.loader.persistent_workers)
         return {
             "step": 0,
             "check": 0,
-            "own": rng.own_state(self.terms.loader),
+            "own": rng.get_own_state(self.terms.loader),
             "origin": None,
             "shared": None,
             "seeded": seeded,
         }
 
-    def end(self) -> None:
-        self._batches = self._held = None
+    def end_epoch(self) -> None:
+        self._batches = self._peeked = None
         if self._indices is not None and self._feed.indices is not None:
-            self._indices.settle(self._asked + 1)
+            self._indices.undo_later_draws(self._last_step + 1)
         self._feed.indices = None
-        self._feed.dealt.clear()
+        self._feed.requested_parts.clear()
 
     @property
-    def _found(self) -> EpochIndices:
+    def _epoch_indices(self) -> EpochIndices:
         assert self._indices is not None, "the epoch has not begun"
         return self._indices
 
-    def _depth(self) -> int:
+    def _agree_on_prefetch(self) -> int:
         """Agree on the deepest prefetch of all workers, in batches. Collective.
 
         One more for `peek_batch`.
@@ -287,35 +303,43 @@ class IndexedPipeline(Pipeline):
         ]
         return max(depths) + 1
 
-    def _open(self, seeds: torch.Generator) -> None:
+    def _open_loader(self, seeds: torch.Generator) -> None:
         """Start to read at the position of the feed."""
         loader = self.terms.loader
         if self._loader is None or not loader.persistent_workers:
-            self._loader = like(loader, self._feed, seeds, batched=loader.batch_sampler is not None)
+            self._loader = make_loader_like(
+                loader, self._feed, seeds, batched=loader.batch_sampler is not None
+            )
         self._batches = iter(self._loader)
 
-    def _part(self) -> SharePart:
-        part, data = self._read()
-        self._unread = False
+    def _take_part(self) -> SharePart:
+        part, data = self._read_part()
+        self._part_unread = False
         return part._replace(batch=data)
 
-    def _emptied(self, data: Any) -> Any:
-        twice = self._read()[1]
-        return data if self.terms.ghosts else emptied(data, twice, surely=not self.terms.training)
+    def _empty_batch(self, data: Any) -> Any:
+        twice = self._read_part()[1]
+        return (
+            data
+            if self.terms.uses_ghosts
+            else empty_rows(data, twice, surely=not self.terms.training)
+        )
 
-    def _read(self) -> tuple[SharePart, Any]:
+    def _read_part(self) -> tuple[SharePart, Any]:
         """Read the next part that isn't discarded, with its batch."""
-        held, self._held = self._held, None
+        held, self._peeked = self._peeked, None
         if held is not None and held[0] == self._feed.round:
             return held[1]
         reopened = False
         while True:
             assert self._batches is not None
-            data = read(self._batches, self)
+            data = read_batch(self._batches, self)
             if data is not self:
-                request_round, part = self._feed.dealt.popleft()
+                request_round, part = self._feed.requested_parts.popleft()
                 if request_round == self._feed.round:
-                    return part, data if part.batch is not TWICE else self._emptied(data)
+                    return part, data if part.batch is not REPEATED_NEXT else self._empty_batch(
+                        data
+                    )
             elif reopened:
                 raise DataError(
                     "the data set ended an epoch by itself: "
@@ -325,10 +349,10 @@ class IndexedPipeline(Pipeline):
                 # The DataLoader had asked the feed at the end of the epoch, and ended. Since then
                 # steps were dealt again, so open it once more.
                 reopened = True
-                self._open(rng.of_readers(self.terms.loader.generator, self.terms.rank))
+                self._open(rng.make_reader_generator(self.terms.loader.generator, self.terms.rank))
 
 
-def like(
+def make_loader_like(
     loader: DataLoader[Any],
     feed: Any,
     seeds: torch.Generator,
@@ -351,7 +375,7 @@ def like(
     return DataLoader(
         loader.dataset if dataset is None else dataset,
         num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn if dataset is None else _same,
+        collate_fn=loader.collate_fn if dataset is None else _identity,
         pin_memory=loader.pin_memory,
         timeout=loader.timeout,
         worker_init_fn=loader.worker_init_fn,
@@ -364,21 +388,21 @@ def like(
     )
 
 
-def _same(value: Any) -> Any:
+def _identity(value: Any) -> Any:
     return value
 
 
-def _length(loader: DataLoader[Any]) -> str:
+def _describe_length(loader: DataLoader[Any]) -> str:
     try:
         return str(len(loader.dataset))  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return "an unknown number of"
 
 
-def _learn(terms: LoaderSpec, batches: list[Any]) -> None:
+def _exchange_costs(terms: LoaderSpec, batches: list[Any]) -> None:
     """Exchange the costs of these batches, if they are dealt by cost. Collective."""
     # A function, not a method of the pipeline: `EpochIndices` keeps it, and a cycle through the
     # pipeline would leave its DataLoader to the garbage collector, which ends the DataLoader's
     # workers in any thread.
-    if terms.by_cost and terms.costs is not None:
-        terms.costs.learn(batches, terms.agreement)
+    if terms.deals_by_cost and terms.costs is not None:
+        terms.costs.exchange_costs(batches, terms.agreement)

@@ -17,15 +17,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from paceline.comm.agreement import Agreement
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.balance import WorkerSpeeds
-from paceline.data.batch_lifetime import Lent, lent
+from paceline.data.batch_lifetime import LentTensors, track_batch
 from paceline.data.checks import check_cost, check_loader, check_speeds
 from paceline.data.costs import Cost, SampleCosts
-from paceline.data.dynamic import DynamicPipeline, check_terms
+from paceline.data.dynamic import DynamicPipeline, check_out_of_lockstep
 from paceline.data.indexed import IndexedPipeline
-from paceline.data.outline import difference
+from paceline.data.outline import describe_difference
 from paceline.data.rng import SampleOrder
 from paceline.data.sampler import check_samplers
-from paceline.data.shares import AskedShares, policy, probe
+from paceline.data.shares import RequestedShares, make_policy, probe_policy
 from paceline.data.spec import GlobalBatch, LoaderSpec, Loss, Pipeline, Sharding, SharePart, Weigh
 from paceline.data.stream import StreamPipeline, check_stream
 from paceline.errors import DataError
@@ -55,19 +55,19 @@ class Turn:
 class LoaderObserver(Protocol):
     """Callbacks of a loader as it moves, in the thread that iterates it.
 
-    `epoch_asked` comes before all workers meet for an epoch. `generation` is asked before each step
-    if the membership `changes`, and counts how often it has changed: the loader deals to those that
-    there are now, once all have come to the same step.
+    `prepare_epoch` comes before all workers meet for an epoch. `generation` is asked before each
+    step if the membership `changes`, and counts how often it has changed: the loader deals to those
+    that there are now, once all have come to the same step.
     """
 
     changes: bool
 
-    def epoch_asked(self, loader: ShareLoader) -> None: ...
+    def prepare_epoch(self, loader: ShareLoader) -> None: ...
     def generation(self, loader: ShareLoader) -> int: ...
-    def epoch_begins(self, loader: ShareLoader) -> None: ...
-    def turn_begins(self, loader: ShareLoader, turn: Turn) -> None: ...
-    def turn_ends(self, loader: ShareLoader) -> None: ...
-    def epoch_ends(self, loader: ShareLoader) -> None: ...
+    def begin_epoch(self, loader: ShareLoader) -> None: ...
+    def begin_turn(self, loader: ShareLoader, turn: Turn) -> None: ...
+    def end_turn(self, loader: ShareLoader) -> None: ...
+    def end_epoch(self, loader: ShareLoader) -> None: ...
 
 
 class NoObserver:
@@ -75,31 +75,31 @@ class NoObserver:
 
     changes = True  # for subclasses that say so
 
-    def epoch_asked(self, loader: ShareLoader) -> None:
+    def prepare_epoch(self, loader: ShareLoader) -> None:
         """Do nothing."""
 
     def generation(self, loader: ShareLoader) -> int:
         """Return 0: the workers stay."""
         return 0
 
-    def epoch_begins(self, loader: ShareLoader) -> None:
+    def begin_epoch(self, loader: ShareLoader) -> None:
         """Do nothing."""
 
-    def turn_begins(self, loader: ShareLoader, turn: Turn) -> None:
+    def begin_turn(self, loader: ShareLoader, turn: Turn) -> None:
         """Do nothing."""
 
-    def turn_ends(self, loader: ShareLoader) -> None:
+    def end_turn(self, loader: ShareLoader) -> None:
         """Do nothing."""
 
-    def epoch_ends(self, loader: ShareLoader) -> None:
+    def end_epoch(self, loader: ShareLoader) -> None:
         """Do nothing."""
 
 
-def deal(
+def deal_loader(
     loader: DataLoader[Any],
     agreement: Agreement,
     *,
-    shares: AskedShares = None,
+    shares: RequestedShares = None,
     speeds: WorkerSpeeds | None = None,
     loss: Loss = "mean",
     weigh: Weigh | None = None,
@@ -137,7 +137,7 @@ def deal(
             length, no batch.
     """
     check_loader(loader, loss, weigh)
-    dealt = policy(shares, agreement.group.size)
+    dealt = make_policy(shares, agreement.group.size)
     options: dict[str, Any] = {
         "train": train,
         "pad": pad,
@@ -148,15 +148,15 @@ def deal(
     }
     terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options)
     if not agreement.is_alone:
-        terms.outline()
+        terms.outline_data()
     if cost is not None:
         check_cost(loader, cost, lockstep=sample_queue is None or train is False)
         terms.costs = SampleCosts(cost, loader.dataset)
     if shares == "auto":
         check_speeds(shard, lockstep=sample_queue is None or train is False)
-        terms.follow(WorkerSpeeds() if speeds is None else speeds)
+        terms.follow_speeds(WorkerSpeeds() if speeds is None else speeds)
     if sample_queue is not None and train is not False:
-        check_terms(terms)
+        check_out_of_lockstep(terms)
     if isinstance(loader.dataset, IterableDataset):
         check_stream(terms)
         return ShareLoader(terms, StreamPipeline(terms), hooks or NoObserver())
@@ -185,14 +185,14 @@ class ShareLoader:
         self.hooks = hooks
         self.turn: Turn | None = None
         # with the batch of the last turn of training, where there are several workers
-        self.lent: Lent = []
+        self.lent_batch: LentTensors = []
         self.epoch = 0  # the one under way, or the next
         self._pipeline = pipeline
         self._index = 0  # the step under way, or the next
         self.ran_through = False  # the last epoch was not left by `break`
         self._round = 0  # counts iter()
         self._open = False  # between the first batch of an epoch and its end
-        self._again = False  # the present step is to be dealt again
+        self._repeats = False  # the present step is to be dealt again
         self._stale = False  # what was read ahead is dealt by outdated shares
         self._ending = False  # no further step of this epoch is wanted
         self._resumed: dict[str, Any] | None = None
@@ -200,7 +200,7 @@ class ShareLoader:
         self._generation = 0  # of the workers that are dealt to
 
     def __len__(self) -> int:
-        if self.terms.shard == "mine" and not self.terms.alone:
+        if self.terms.shard == "mine" and not self.terms.is_alone:
             raise TypeError(
                 "the length of a stream that shards itself by rank is not known: "
                 "no worker knows the others' parts"
@@ -213,25 +213,27 @@ class ShareLoader:
         return getattr(self.terms.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self._close()
+        self._end_iteration()
         self._round += 1
         if self._left_out:
             self._left_out = False
             return iter(())
         terms = self.terms
         terms.begin_epoch()
-        self.hooks.epoch_asked(self)
+        self.hooks.prepare_epoch(self)
         if terms.agreement.recovery is not None:
-            terms.outline()  # of one worker alone, too: others may join later
+            terms.outline_data()  # of one worker alone, too: others may join later
         if (now := self.hooks.generation(self)) != self._generation:
             self._generation = now
-            terms.reshare(terms.reshared())
+            terms.set_shares(terms.shares_of_present())
         state, self._resumed = self._resumed, None
-        _compare(self.terms, "epoch", self._facts(0 if state is None else state["step"]))
-        self._index = self._pipeline.begin(self.epoch, state)
+        _compare_terms(
+            self.terms, "epoch", self._list_position(0 if state is None else state["step"])
+        )
+        self._index = self._pipeline.begin_epoch(self.epoch, state)
         self._open = True
-        self.hooks.epoch_begins(self)
-        return self._loop(self._round)
+        self.hooks.begin_epoch(self)
+        return self._deal_epoch(self._round)
 
     @property
     def length(self) -> int | None:
@@ -247,18 +249,18 @@ class ShareLoader:
         """Whether an epoch has begun that has not ended, nor been left by `break`."""
         return self._open
 
-    def reshare(self, shares: AskedShares) -> None:
+    def reshare(self, shares: RequestedShares) -> None:
         """Deal by other shares from the next step on (from this one, with `again`).
 
         All workers call it in the same turn.
         """
-        self.terms.reshare(shares)
-        _compare(self.terms, "shares", [])
+        self.terms.set_shares(shares)
+        _compare_terms(self.terms, "shares", [])
         self._stale = self._open
         if self.turn is None:
-            self._refresh()
+            self._deal_again_if_stale()
 
-    def again(self, shares: AskedShares = None) -> None:
+    def repeat_turn(self, shares: RequestedShares = None) -> None:
         """Deal the present global batch again after this turn, by `shares` if they are given.
 
         All workers call it in the same turn. If the loop was left by `break`, the epoch has ended,
@@ -271,36 +273,36 @@ class ShareLoader:
             )
         if shares is not None:
             self.reshare(shares)
-        self._again = self._open
+        self._repeats = self._open
 
-    def regroup(self, agreement: Agreement, shares: AskedShares = None) -> None:
+    def regroup(self, agreement: Agreement, shares: RequestedShares = None) -> None:
         """Go on with other workers: deal the present global batch again, in the group of
         `agreement`.
 
         All workers of that group call this.
         """
         self.terms.regroup(agreement, shares)
-        facts = self._facts(self._pipeline.place(self._index))
+        facts = self._list_position(self._pipeline.common_step(self._index))
         # as a worker that joins in the middle of an epoch does
-        _compare(self.terms, "epoch", facts)
+        _compare_terms(self.terms, "epoch", facts)
         if self._open:
-            self._again = self.turn is not None
+            self._repeats = self.turn is not None
             self._pipeline.regroup(self._index)
 
-    def _facts(self, step: int) -> list[Any]:
+    def _list_position(self, step: int) -> list[Any]:
         return [self.epoch, step, self.terms.training]
 
-    def _follow(self) -> bool:
+    def _follow_membership(self) -> bool:
         """Deal to the present workers; whether they have changed."""
         changed = False
         while (now := self.hooks.generation(self)) != self._generation:
-            if self._pipeline.apart:
+            if self._pipeline.is_apart:
                 self._generation = now
-                self.terms.reshare(self.terms.reshared())
+                self.terms.set_shares(self.terms.shares_of_present())
                 continue
             self._generation, changed = now, True
-            self._again = self._stale = False
-            self.regroup(self.terms.agreement, self.terms.reshared())
+            self._repeats = self._stale = False
+            self.regroup(self.terms.agreement, self.terms.shares_of_present())
         return changed
 
     def peek(self) -> Any:
@@ -309,12 +311,12 @@ class ShareLoader:
         It is returned as it was read, and stays the next batch.
         """
         return (
-            self._pipeline.peek()
+            self._pipeline.peek_batch()
             if self._open and self.turn is not None and not self._ending
             else None
         )
 
-    def finish(self) -> None:
+    def finish_epoch(self) -> None:
         """End the epoch after the present turn; all workers call it in the same turn."""
         self._ending = self._open
 
@@ -330,12 +332,12 @@ class ShareLoader:
             **self.terms.saved_speeds(),
         }
         if not self._open:
-            return {**head, **(self._resumed or self._pipeline.next_epoch())}
-        done = self.turn is not None and not redo and not self._again
+            return {**head, **(self._resumed or self._pipeline.next_epoch_start())}
+        done = self.turn is not None and not redo and not self._repeats
         return {
             **head,
             "training": self.terms.training,
-            **self._pipeline.state(self._index + 1 if done else self._index),
+            **self._pipeline.position_at(self._index + 1 if done else self._index),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -352,7 +354,7 @@ class ShareLoader:
                 f"(version {VERSION}, of {kinds[isinstance(self._pipeline, StreamPipeline)]}): "
                 "load it into the loader that it was saved from"
             )
-        self._abandon()
+        self._end_epoch()
         self.turn = None
         self._round += 1
         self.epoch = int(state["epoch"])
@@ -363,112 +365,112 @@ class ShareLoader:
             if key not in {"version", "stream", "epoch", "speeds"}
         }
 
-    def leave_out(self, through: bool) -> None:
+    def skip_next_epoch(self, through: bool) -> None:
         """Give nothing at the next iter(): the script has come to a loop that has ended in this
         epoch.
         """
         self._left_out = through
 
-    def begin_anew(self) -> None:
+    def restart_evaluation(self) -> None:
         """Restart an evaluation that the loaded state has half done.
 
         The loop over its first samples is gone.
         """
         if self._resumed is not None and not self._resumed.get("training", True):
-            self._resumed = self._pipeline.first(self._resumed)
+            self._resumed = self._pipeline.epoch_start(self._resumed)
 
-    def _loop(self, round_begun: int) -> Iterator[Any]:
+    def _deal_epoch(self, round_begun: int) -> Iterator[Any]:
         terms = self.terms
         try:
-            while (step := self._step()) is not None:
-                turn, held = self._turn(step)
+            while (step := self._next_global_batch()) is not None:
+                turn, held = self._make_turn(step)
                 self.turn = turn
-                self.hooks.turn_begins(self, turn)
+                self.hooks.begin_turn(self, turn)
                 if terms.move is not None:
                     held[0] = terms.move(held[0])
                 if turn.train and terms.agreement.group.size > 1:
-                    self.lent = lent(held[0])
+                    self.lent_batch = track_batch(held[0])
                 yield held.pop()  # held by the script alone from here on
                 if round_begun != self._round:
                     raise DataError(
                         "a newer iter() of this loader has ended this one: "
                         "a loader has one position"
                     )
-                self.hooks.turn_ends(self)
-                if self._again or self._stale:
-                    self._move()
+                self.hooks.end_turn(self)
+                if self._repeats or self._stale:
+                    self._move_on()
                 else:
                     self.turn = None
                     self._index += 1
-            self._close()
+            self._end_iteration()
         finally:
             if round_begun == self._round:
-                self._abandon()
+                self._end_epoch()
 
-    def _step(self) -> GlobalBatch | None:
+    def _next_global_batch(self) -> GlobalBatch | None:
         changes = self.hooks.changes
         if changes:
-            self._follow()
+            self._follow_membership()
         while True:
-            step = None if self._ending else self._pipeline.step(self._index)
-            step = step if step is None or self.terms.weigh is None else self._weighed(step)
-            if step is None and self._pipeline.paused:
+            step = None if self._ending else self._pipeline.deal_step(self._index)
+            step = step if step is None or self.terms.weigh is None else self._weigh_batch(step)
+            if step is None and self._pipeline.is_paused:
                 # where all come together, and others are let in
                 self._generation = self.hooks.generation(self)
-                self.regroup(self.terms.agreement, self.terms.reshared())
-            elif not (changes and self._follow()):  # no worker was lost meanwhile
+                self.regroup(self.terms.agreement, self.terms.shares_of_present())
+            elif not (changes and self._follow_membership()):  # no worker was lost meanwhile
                 return step
 
-    def _move(self) -> None:
+    def _move_on(self) -> None:
         """Move to the next step, or to the present one again."""
         self.turn = None
-        if not self._again:
+        if not self._repeats:
             self._index += 1
-        self._stale = self._stale or self._again
-        self._again = False
-        self._refresh()
+        self._stale = self._stale or self._repeats
+        self._repeats = False
+        self._deal_again_if_stale()
 
-    def _refresh(self) -> None:
+    def _deal_again_if_stale(self) -> None:
         if self._stale:
             self._stale = False
-            self._pipeline.redeal(self._index)
+            self._pipeline.redeal_step(self._index)
 
-    def _close(self) -> None:
+    def _end_iteration(self) -> None:
         """Tell the observer of the end of an epoch that was run through or broken off."""
         ended = self._open or self.turn is not None
         self.ran_through = self._open and self.turn is None
         if self.turn is not None:
-            self.hooks.turn_ends(self)
-        self._abandon()
+            self.hooks.end_turn(self)
+        self._end_epoch()
         self.turn = None
         if ended:
-            self.hooks.epoch_ends(self)
+            self.hooks.end_epoch(self)
 
-    def _abandon(self) -> None:
-        self._again = self._stale = self._ending = False
+    def _end_epoch(self) -> None:
+        self._repeats = self._stale = self._ending = False
         if self._open:
             self._open = False
-            self._pipeline.end()
+            self._pipeline.end_epoch()
             self.epoch += 1
             self._index = 0
 
-    def _weighed(self, step: GlobalBatch) -> GlobalBatch:
+    def _weigh_batch(self, step: GlobalBatch) -> GlobalBatch:
         """Return the step with the weights of this worker's part, which is read for it, and of
         all workers together.
         """
         assert self.terms.weigh is not None
-        part = step.take()
-        weight = _weight(self.terms.weigh, part)
+        part = step.take_part()
+        weight = _weigh_part(self.terms.weigh, part)
         answers = self.terms.agreement.meet("weights", struct.pack("<d", weight))
         total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
-        return replace(step, make=lambda: part, weight=weight, total=total)
+        return replace(step, make_part=lambda: part, weight=weight, total=total)
 
-    def _turn(self, step: GlobalBatch) -> tuple[Turn, list[Any]]:
+    def _make_turn(self, step: GlobalBatch) -> tuple[Turn, list[Any]]:
         """Turn of a global batch, and a list that alone holds this worker's part of it."""
-        part, terms, whole = step.take(), self.terms, step.global_batch
+        part, terms, whole = step.take_part(), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
-        if terms.looks and terms.training:
-            terms.look(part)
+        if terms.unchecked_batches and terms.training:
+            terms.check_labels(part)
         weight, total = (share, whole) if step.weight is None else (step.weight, step.total)
         scale = 0.0 if ghost or not total else 1.0 if terms.loss == "sum" else weight / total
         units = float(share) if part.units is None else part.units
@@ -489,7 +491,7 @@ class ShareLoader:
         return turn, [part.batch]
 
 
-def _weight(weigh: Weigh, part: SharePart) -> float:
+def _weigh_part(weigh: Weigh, part: SharePart) -> float:
     if part.share == 0:
         return 0.0
     weight = float(weigh(part.batch))
@@ -501,7 +503,7 @@ def _weight(weigh: Weigh, part: SharePart) -> float:
     return weight
 
 
-def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
+def _compare_terms(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
     """Meet the others at `what`, and raise `DataError` where they deal on other terms, or have
     other data sets as an epoch begins.
     """
@@ -509,13 +511,13 @@ def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
         return
     own_terms = [
         *facts,
-        probe(terms.shares, terms.loader.batch_size),
+        probe_policy(terms.shares, terms.loader.batch_size),
         terms.loss,
         terms.shard,
         terms.cost_kind,
     ]
     names = [*("epoch", "step", "train")[: len(facts)], "shares", "loss", "shard", "cost="]
-    body = msgpack.packb((own_terms, terms.outline() if facts else {}))
+    body = msgpack.packb((own_terms, terms.outline_data() if facts else {}))
     others = [msgpack.unpackb(answer) for answer in terms.agreement.gather_alike(what, body)]
     for rank, (other, _) in enumerate(others):
         for name, value, first in zip(names, other, others[0][0], strict=True):
@@ -524,7 +526,7 @@ def _compare(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
                     f"workers deal a loader on different terms: {name} is {value} on rank {rank} "
                     f"and {first} on rank 0"
                 )
-    if different := difference([described for _, described in others]):
+    if different := describe_difference([described for _, described in others]):
         raise DataError(
             "workers have different data sets, and the samples of one are dealt to all: "
             f"{different}. Seed a random split alike on all "

@@ -40,14 +40,14 @@ class Entry(NamedTuple):
 Outline = dict[str, Entry]  # by expressions, such as `loader.dataset.indices`
 
 
-def outline(dataset: Any) -> Outline:
+def outline_dataset(dataset: Any) -> Outline:
     """Outline a data set by its attributes, without those that may differ between workers."""
     found: Outline = {}
-    _look(dataset, "loader.dataset", found, set(), DEPTH)
+    _outline_part(dataset, "loader.dataset", found, set(), DEPTH)
     return found
 
 
-def difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
+def describe_difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
     """Describe the first difference between the data sets of workers; None if there is none.
 
     `outlines` are in rank order. The result is the same on all workers.
@@ -70,45 +70,45 @@ def difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
     return None
 
 
-def _look(data: Any, path: str, found: Outline, seen: set[int], depth: int) -> None:
+def _outline_part(data: Any, path: str, found: Outline, seen: set[int], depth: int) -> None:
     if id(data) in seen or isinstance(data, IterableDataset):
         return
     seen.add(id(data))
-    count = _length(data)
-    _note(f"len({path})", None if count is None else Entry(count, count, True), found)
+    count = _try_length(data)
+    _add_entry(f"len({path})", None if count is None else Entry(count, count, True), found)
     if isinstance(data, list | tuple):
-        _note(path, _of_names(data, of_samples=True), found)
+        _add_entry(path, _outline_names(data, of_samples=True), found)
         return
     for name, value in list(getattr(data, "__dict__", {}).items()):
         where = f"{path}.{name}"
         if isinstance(data, ConcatDataset | StackDataset) and name == "datasets":
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             for key, part in list(parts)[:PARTS] if depth else []:
-                _look(part, f"{where}[{key!r}]", found, seen, depth - 1)
+                _outline_part(part, f"{where}[{key!r}]", found, seen, depth - 1)
         elif isinstance(data, Subset) and name == "dataset":
             if depth:
-                _look(value, where, found, seen, depth - 1)
+                _outline_part(value, where, found, seen, depth - 1)
         elif isinstance(value, Dataset):
             if (
                 depth
                 and not isinstance(value, IterableDataset)
                 and count is not None
-                and _length(value) == count
+                and _try_length(value) == count
             ):
-                _look(value, where, found, seen, depth - 1)
+                _outline_part(value, where, found, seen, depth - 1)
         elif id(value) not in seen and isinstance(
             value, list | tuple | range | np.ndarray | Tensor
         ):
             seen.add(id(value))
-            _note(where, _of(name, value, count, data), found)
+            _add_entry(where, _outline_attribute(name, value, count, data), found)
 
 
-def _note(where: str, entry: Entry | None, found: Outline) -> None:
+def _add_entry(where: str, entry: Entry | None, found: Outline) -> None:
     if entry is not None and len(found) < ENTRIES:
         found[where] = entry
 
 
-def _of(name: str, values: Any, count: int | None, data: Any) -> Entry | None:
+def _outline_attribute(name: str, values: Any, count: int | None, data: Any) -> Entry | None:
     """Outline an attribute that tells the samples of a data set; None for other attributes."""
     if isinstance(values, np.ndarray | Tensor) and values.ndim != 1:
         return None
@@ -116,16 +116,18 @@ def _of(name: str, values: Any, count: int | None, data: Any) -> Entry | None:
     if (name == "indices" and (of_samples or isinstance(data, Subset))) or (
         name == "cumulative_sizes" and isinstance(data, ConcatDataset)
     ):
-        entry = _of_numbers(values)
+        entry = _outline_numbers(values)
         if entry is not None:
             return entry
     if isinstance(values, np.ndarray):
         values = values.tolist() if values.dtype.kind == "U" else []
-    return _of_names(values, of_samples=of_samples) if isinstance(values, list | tuple) else None
+    return (
+        _outline_names(values, of_samples=of_samples) if isinstance(values, list | tuple) else None
+    )
 
 
-def _of_numbers(values: Any) -> Entry | None:
-    part = _part(values, LISTED)
+def _outline_numbers(values: Any) -> Entry | None:
+    part = _sample_entries(values, LISTED)
     try:
         if isinstance(part, range):
             numbers = np.arange(part.start, part.stop, part.step)
@@ -141,9 +143,9 @@ def _of_numbers(values: Any) -> Entry | None:
     return Entry(order, order, True)
 
 
-def _of_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
-    part = _part(values, NAMED)
-    rows = _column(part) or _rows(part)
+def _outline_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
+    part = _sample_entries(values, NAMED)
+    rows = _path_names(part) or _name_rows(part)
     if rows is None:
         return None
     looked = [row.partition("\t")[0] for row in rows[:: len(rows) // 256 + 1]]
@@ -163,7 +165,7 @@ def _of_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
     )
 
 
-def _rows(values: Sequence[Any]) -> list[str] | None:
+def _name_rows(values: Sequence[Any]) -> list[str] | None:
     """Join rows that begin with a name, such as the (file, class) of an ImageFolder.
 
     None for other lists.
@@ -177,13 +179,13 @@ def _rows(values: Sequence[Any]) -> list[str] | None:
     for at in range(widths.pop()):
         column = list(map(itemgetter(at), values))
         try:
-            columns.append(_column(column) or list(map(str, array("q", column))))
+            columns.append(_path_names(column) or list(map(str, array("q", column))))
         except (TypeError, OverflowError):  # neither names nor numbers
             return None
     return ["\t".join(row) for row in zip(*columns, strict=True)]
 
 
-def _column(values: Sequence[Any]) -> list[str] | None:
+def _path_names(values: Sequence[Any]) -> list[str] | None:
     """Last parts of paths; None if these aren't strings or paths."""
     kinds = set(map(type, values))
     if kinds and all(issubclass(kind, str) for kind in kinds):
@@ -193,12 +195,12 @@ def _column(values: Sequence[Any]) -> list[str] | None:
     return None
 
 
-def _part(values: Any, most: int) -> Any:
+def _sample_entries(values: Any, most: int) -> Any:
     """Select all entries, or some at even distances if there are more than `most`."""
     return values if len(values) <= most else values[:: -(-len(values) // SAMPLED)]
 
 
-def _length(data: Any) -> int | None:
+def _try_length(data: Any) -> int | None:
     try:
         return len(data)
     except Exception:  # noqa: BLE001  a data set may have any reason not to tell it

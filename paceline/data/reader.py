@@ -17,13 +17,13 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from paceline.data.empty_batch import collated_empty
-from paceline.data.serialization import pack
-from paceline.data.shares import proportional, spans
+from paceline.data.empty_batch import collate_empty
+from paceline.data.serialization import pack_value
+from paceline.data.shares import divide_proportionally, share_bounds
 from paceline.data.spec import SharePart
 from paceline.errors import DataError
 
-BRIEF = 256  # elements of a tensor or list that go into a mark
+MARKED_ELEMENTS = 256  # elements of a tensor or list that go into a mark
 
 
 class ReadStart(NamedTuple):
@@ -58,7 +58,7 @@ class ReadResult(NamedTuple):
     ended: bool = False
 
 
-NOTHING = ReadResult(0, None, None, 0, None, ended=True)
+EMPTY_RESULT = ReadResult(0, None, None, 0, None, ended=True)
 
 
 class StreamReader(Dataset[Any]):
@@ -82,7 +82,7 @@ class StreamReader(Dataset[Any]):
         setattr(self._reading.stream, name, value)
 
     def __getitem__(self, command: ReadCommand) -> ReadResult:
-        return self._reading.obey(command)
+        return self._reading.run_command(command)
 
 
 class ReadState:
@@ -94,30 +94,30 @@ class ReadState:
         self.drop_last = drop_last
         self._samples: Iterator[Any] | None = None
         # By number of the batch: its samples, mark, and state of the stream after it.
-        self._kept: dict[int, tuple[Any, int, Any]] = {}
-        self._read = 0  # batches read so far
+        self._batches: dict[int, tuple[Any, int, Any]] = {}
+        self._batches_read = 0  # batches read so far
         self._mark = 0  # checksum of these batches
 
-    def obey(self, command: ReadCommand) -> ReadResult:
+    def run_command(self, command: ReadCommand) -> ReadResult:
         """Carry out a command."""
         if command.start is not None:
-            self._begin(command.start, command.batch)
-        for past in [number for number in self._kept if number < command.oldest]:
-            del self._kept[past]
+            self._start_reading(command.start, command.batch)
+        for past in [number for number in self._batches if number < command.oldest]:
+            del self._batches[past]
         if command.number < 0:
-            return NOTHING
-        while self._read <= command.number:
-            if not self._read_on(command.batch):
-                return NOTHING
-        samples, mark, state = self._kept[command.number]
+            return EMPTY_RESULT
+        while self._batches_read <= command.number:
+            if not self._read_batch(command.batch):
+                return EMPTY_RESULT
+        samples, mark, state = self._batches[command.number]
         if command.batch is None:
             return ReadResult(1, None, self.collate(samples), mark, state)
-        return ReadResult(len(samples), self._part(samples, command), None, mark, state)
+        return ReadResult(len(samples), self._cut_part(samples, command), None, mark, state)
 
-    def _begin(self, start: ReadStart, batch: int | None) -> None:
+    def _start_reading(self, start: ReadStart, batch: int | None) -> None:
         """Go to a position: by the state of the stream, or else by reading up to there again."""
-        self._kept.clear()
-        self._read, self._mark = start.done, start.mark
+        self._batches.clear()
+        self._batches_read, self._mark = start.done, start.mark
         if start.done == 0:
             self._samples = iter(self.stream)
             return
@@ -133,9 +133,9 @@ class ReadState:
         if start.state is not None and start.state.get("over"):
             self._samples = iter(())
         if start.state is None:
-            self._read, self._mark = 0, 0
-            while self._read < start.done and self._read_on(batch):
-                self._kept.clear()
+            self._batches_read, self._mark = 0, 0
+            while self._batches_read < start.done and self._read_batch(batch):
+                self._batches.clear()
             if self._mark != start.mark:
                 raise DataError(
                     "the stream gives other samples than before, so it can't be resumed by "
@@ -143,7 +143,7 @@ class ReadState:
                     "or an order that depends on a fixed seed only"
                 )
 
-    def _read_on(self, batch: int | None) -> bool:
+    def _read_batch(self, batch: int | None) -> bool:
         """Read one more batch; False at the end of the stream."""
         assert self._samples is not None
         samples: Any
@@ -160,12 +160,12 @@ class ReadState:
             if not samples or (self.drop_last and over):
                 return False
             first = samples[0]
-        self._mark = _marked(first, len(samples) if batch is not None else 1, self._mark)
-        self._kept[self._read] = (samples, self._mark, self._state(over=over))
-        self._read += 1
+        self._mark = _extend_mark(first, len(samples) if batch is not None else 1, self._mark)
+        self._batches[self._batches_read] = (samples, self._mark, self._stream_state(over=over))
+        self._batches_read += 1
         return True
 
-    def _state(self, *, over: bool) -> Any:
+    def _stream_state(self, *, over: bool) -> Any:
         """State of the iterator, or else of the stream; None if neither has one.
 
         `over`: the stream has ended, so this may be the state of its start again.
@@ -180,43 +180,47 @@ class ReadState:
                 }
         return None
 
-    def _part(self, samples: list[Any], command: ReadCommand) -> SharePart:
+    def _cut_part(self, samples: list[Any], command: ReadCommand) -> SharePart:
         shares = (
             command.shares
             if len(samples) == command.batch
-            else last_shares(command.shares, len(samples))
+            else shares_of_last(command.shares, len(samples))
         )
-        start, stop = spans(shares)[command.rank]
+        start, stop = share_bounds(shares)[command.rank]
         if start == stop:
             if command.ghosts:
                 return SharePart(len(samples), 0, self.collate(samples[:1]))
-            no_rows = collated_empty(self.collate, samples[0], surely=not command.train)
+            no_rows = collate_empty(self.collate, samples[0], surely=not command.train)
             return SharePart(len(samples), 0, no_rows)
         return SharePart(len(samples), stop - start, self.collate(samples[start:stop]))
 
 
-def last_shares(shares: tuple[int, ...], count: int) -> tuple[int, ...]:
+def shares_of_last(shares: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Shares of a last, smaller batch of `count` samples, in proportion to the usual shares."""
-    return proportional(count, shares)
+    return divide_proportionally(count, shares)
 
 
-def _marked(sample: Any, count: int, before: int) -> int:
+def _extend_mark(sample: Any, count: int, before: int) -> int:
     """Extend a checksum by a batch: its number of samples, and the first sample if it can be sent.
 
     Otherwise only the type of the sample counts.
     """
     try:
-        body = pack(_brief(sample))
+        body = pack_value(_shorten_value(sample))
     except DataError:
         body = type(sample).__qualname__.encode()
     return zlib.crc32(body, zlib.crc32(str(count).encode(), before))
 
 
-def _brief(value: Any) -> Any:
+def _shorten_value(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return [list(value.shape), value.detach().reshape(-1)[:BRIEF].clone()]
+        return [list(value.shape), value.detach().reshape(-1)[:MARKED_ELEMENTS].clone()]
     if isinstance(value, np.ndarray):
-        return [list(value.shape), value.reshape(-1)[:BRIEF]]
+        return [list(value.shape), value.reshape(-1)[:MARKED_ELEMENTS]]
     if isinstance(value, dict):
-        return [[str(key), _brief(part)] for key, part in value.items()]
-    return [_brief(part) for part in value[:BRIEF]] if isinstance(value, list | tuple) else value
+        return [[str(key), _shorten_value(part)] for key, part in value.items()]
+    return (
+        [_shorten_value(part) for part in value[:MARKED_ELEMENTS]]
+        if isinstance(value, list | tuple)
+        else value
+    )

@@ -15,7 +15,7 @@ from paceline.errors import DataError
 ENDED_SECONDS = 2.0  # a broken connection is seen before the end of the process behind it
 
 
-def read(batches: Iterator[Any], nothing: Any) -> Any:
+def read_batch(batches: Iterator[Any], nothing: Any) -> Any:
     """Read the next batch of a DataLoader's iterator; `nothing` at its end.
 
     Raises `DataError` if a reader has died. An error that a data set raises in a reader is raised
@@ -27,14 +27,14 @@ def read(batches: Iterator[Any], nothing: Any) -> Any:
         patient, died = isinstance(error, ConnectionError | EOFError), None
         for _ in range(2):
             with contextlib.suppress(RuntimeError):  # of torch's handler of SIGCHLD, once
-                died = _died(batches, patient=patient)
+                died = _describe_dead_reader(batches, patient=patient)
                 break
         if died is None:
             raise
         raise DataError(died) from error
 
 
-def _died(batches: Any, *, patient: bool) -> str | None:
+def _describe_dead_reader(batches: Any, *, patient: bool) -> str | None:
     """Describe a reader that has died; None if none has.
 
     `patient`: wait for one to end, as a connection to a reader is broken.
@@ -50,24 +50,24 @@ def _died(batches: Any, *, patient: bool) -> str | None:
     dead = next(((index, reader) for index, reader in enumerate(readers) if reader.exitcode), None)
     if dead is None:
         return None
-    _quieten(batches)
+    _silence_signal_handler(batches)
     index, reader = dead
     name = type(getattr(batches, "_dataset", None)).__qualname__
     return (
         f"reader {index} of {len(readers)} (pid {reader.pid}) of the DataLoader over {name} "
-        f"{_ending(reader.exitcode)} in the middle of "
-        f"an epoch. {_advice(reader.exitcode)}"
+        f"{_describe_exit(reader.exitcode)} in the middle of "
+        f"an epoch. {_advise_on_exit(reader.exitcode)}"
     )
 
 
-def _quieten(batches: Any) -> None:
+def _silence_signal_handler(batches: Any) -> None:
     """Keep torch's SIGCHLD handler from raising once more when the other readers end."""
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
     try:
@@ -76,7 +76,7 @@ def _ending(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def _advice(code: int) -> str:
+def _advise_on_exit(code: int) -> str:
     if code == -signal.SIGKILL:
         return (
             "Nobody but the kernel sends that when memory runs out (dmesg tells): "

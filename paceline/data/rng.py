@@ -12,30 +12,30 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from paceline.data.serialization import pack
+from paceline.data.serialization import pack_value
 from paceline.errors import DataError
 
 State = dict[str, Any]
-DEPTH = 4
+MAX_DEPTH = 4
 
 
-def shared_state() -> State:
+def get_shared_state() -> State:
     """State of the generators that the whole process shares: torch's, Python's and numpy's."""
     return {
         "torch": torch.get_rng_state(),
-        "python": _python(random.getstate()),
-        "numpy": _listed(np.random.get_state(legacy=False)),
+        "python": _python_to_list(random.getstate()),
+        "numpy": _arrays_to_lists(np.random.get_state(legacy=False)),
     }
 
 
-def put_shared(state: State) -> None:
+def set_shared_state(state: State) -> None:
     """Set the generators that the whole process shares to a saved state, or a part of it."""
     if "torch" in state:
         torch.set_rng_state(state["torch"].clone())
     if "python" in state:
         random.setstate(_python_tuple(state["python"]))
     if "numpy" in state:
-        np.random.set_state(_arrays(state["numpy"]))
+        np.random.set_state(_lists_to_arrays(state["numpy"]))
 
 
 class SampleOrder:
@@ -52,7 +52,7 @@ class SampleOrder:
         self._state: torch.Tensor | None = None
         self._seed: int | None = None  # of torch's generator, at the begin of the last epoch
 
-    def begin(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch."""
         now, seed = torch.get_rng_state(), torch.initial_seed()
         fresh = torch.equal(now, torch.Generator().manual_seed(seed).get_state())
@@ -61,12 +61,12 @@ class SampleOrder:
         self._seed = seed
 
     @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
+    def draw_from_order(self) -> Iterator[None]:
         """Let torch draw from this generator inside the block.
 
         Torch's own generator moves along while both have the same state.
         """
-        process, before = torch.get_rng_state(), self._known
+        process, before = torch.get_rng_state(), self._current_state
         torch.set_rng_state(before)
         try:
             yield
@@ -75,14 +75,16 @@ class SampleOrder:
             if not torch.equal(process, before):
                 torch.set_rng_state(process)
 
-    def shared_state(self) -> State:
-        """The state of `rng.shared_state`, with the order's generator in place of torch's."""
-        return {**shared_state(), "torch": self._known}
+    def get_shared_state(self) -> State:
+        """The state of `rng.get_shared_state`, with the order's generator in place of torch's."""
+        return {**get_shared_state(), "torch": self._current_state}
 
-    def put_shared(self, state: State, *, together: bool = True) -> None:
+    def set_shared_state(self, state: State, *, together: bool = True) -> None:
         """Set a `shared_state`, or a part of it; the process's too if it moves `together`."""
-        apart = not (together and torch.equal(torch.get_rng_state(), self._known))
-        put_shared({name: part for name, part in state.items() if not (apart and name == "torch")})
+        apart = not (together and torch.equal(torch.get_rng_state(), self._current_state))
+        set_shared_state(
+            {name: part for name, part in state.items() if not (apart and name == "torch")}
+        )
         self._state = state["torch"].clone() if "torch" in state else self._state
 
     def state_dict(self) -> State:
@@ -94,33 +96,33 @@ class SampleOrder:
         self._state = state.get("torch")
 
     @property
-    def _known(self) -> torch.Tensor:
+    def _current_state(self) -> torch.Tensor:
         return torch.get_rng_state() if self._state is None else self._state
 
 
-def own_state(loader: DataLoader[Any]) -> State:
+def get_own_state(loader: DataLoader[Any]) -> State:
     """State of every generator of `loader` and its samplers, and of samplers with `state_dict`."""
     state: State = {}
-    for path, source in _sources(loader):
+    for path, source in _find_sources(loader):
         if isinstance(source, torch.Generator):
             state[path] = source.get_state()
         elif isinstance(source, random.Random):
-            state[path] = _python(source.getstate())
+            state[path] = _python_to_list(source.getstate())
         elif isinstance(source, np.random.Generator):
-            state[path] = _listed(source.bit_generator.state)
+            state[path] = _arrays_to_lists(source.bit_generator.state)
         elif isinstance(source, np.random.RandomState):
-            state[path] = _listed(source.get_state(legacy=False))
+            state[path] = _arrays_to_lists(source.get_state(legacy=False))
         else:
             state[path] = source.state_dict()
     return state
 
 
-def put_own(loader: DataLoader[Any], state: State) -> None:
+def set_own_state(loader: DataLoader[Any], state: State) -> None:
     """Set the generators of a loader and its samplers to a saved state.
 
     Raises `DataError` if the samplers don't hold the same generators.
     """
-    sources = dict(_sources(loader))
+    sources = dict(_find_sources(loader))
     if sources.keys() != state.keys():
         raise DataError(
             f"the state of a loader was saved with the generators {sorted(state)}, and this one "
@@ -132,27 +134,27 @@ def put_own(loader: DataLoader[Any], state: State) -> None:
         elif isinstance(source, random.Random):
             source.setstate(_python_tuple(state[path]))
         elif isinstance(source, np.random.Generator):
-            source.bit_generator.state = _arrays(state[path])
+            source.bit_generator.state = _lists_to_arrays(state[path])
         elif isinstance(source, np.random.RandomState):
-            source.set_state(_arrays(state[path]))
+            source.set_state(_lists_to_arrays(state[path]))
         else:
             source.load_state_dict(state[path])
 
 
-def twin(generator: torch.Generator | None) -> torch.Generator:
+def copy_generator(generator: torch.Generator | None) -> torch.Generator:
     """Copy a generator (None: torch's own), without moving it."""
     other = torch.Generator()
     other.set_state(torch.get_rng_state() if generator is None else generator.get_state())
     return other
 
 
-def of_readers(generator: torch.Generator | None, rank: int) -> torch.Generator:
+def make_reader_generator(generator: torch.Generator | None, rank: int) -> torch.Generator:
     """Make the generator of the base seed for the readers of one rank.
 
     Rank 0 gets the seed of a plain DataLoader. Other ranks get other seeds, even if `generator` is
     the same on all, so that random augmentations differ between workers.
     """
-    seeds = twin(generator)
+    seeds = copy_generator(generator)
     if rank:
         drawn = torch.empty((), dtype=torch.int64).random_(generator=seeds)
         seeds.manual_seed(zlib.crc32(b"%d" % rank, int(drawn) & 0xFFFFFFFF))
@@ -164,18 +166,18 @@ def draw_seed(generator: torch.Generator | None) -> None:
     torch.empty((), dtype=torch.int64).random_(generator=generator)
 
 
-def mark(state: Any) -> int:
+def mark_state(state: Any) -> int:
     """Checksum of a state, to compare states."""
-    return zlib.crc32(pack(state, what="the state of a sampler"))
+    return zlib.crc32(pack_value(state, what="the state of a sampler"))
 
 
-def _sources(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+def _find_sources(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     for name in ("generator", "sampler", "batch_sampler"):
-        yield from _walk(name, getattr(loader, name), seen, DEPTH)
+        yield from _walk_sources(name, getattr(loader, name), seen, MAX_DEPTH)
 
 
-def _walk(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+def _walk_sources(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
     if value is None or id(value) in seen or depth == 0:
         return
     seen.add(id(value))
@@ -183,18 +185,18 @@ def _walk(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[s
         value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState
     ):
         yield path, value
-    elif _draws(path, value):
+    elif _is_sampler(path, value):
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             yield path, value
         for name, part in getattr(value, "__dict__", {}).items():
-            yield from _walk(f"{path}.{name}", part, seen, depth - 1)
+            yield from _walk_sources(f"{path}.{name}", part, seen, depth - 1)
 
 
-def _draws(path: str, value: Any) -> bool:
+def _is_sampler(path: str, value: Any) -> bool:
     return isinstance(value, Sampler) or path.rpartition(".")[2].endswith("sampler")
 
 
-def _python(state: tuple[Any, ...]) -> list[Any]:
+def _python_to_list(state: tuple[Any, ...]) -> list[Any]:
     version, words, gauss = state
     return [version, list(words), gauss]
 
@@ -204,18 +206,22 @@ def _python_tuple(state: list[Any]) -> tuple[Any, ...]:
     return version, tuple(words), gauss
 
 
-def _listed(value: Any) -> Any:
+def _arrays_to_lists(value: Any) -> Any:
     """Convert the arrays in a numpy state to lists, so that it can be written as text."""
     if isinstance(value, np.ndarray):
         return {"dtype": value.dtype.str, "values": value.tolist()}
     if isinstance(value, np.generic):
         return value.item()
-    return {key: _listed(part) for key, part in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _arrays_to_lists(part) for key, part in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
-def _arrays(value: Any) -> Any:
+def _lists_to_arrays(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if value.keys() == {"dtype", "values"}:
         return np.array(value["values"], dtype=value["dtype"])
-    return {key: _arrays(part) for key, part in value.items()}
+    return {key: _lists_to_arrays(part) for key, part in value.items()}

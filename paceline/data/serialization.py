@@ -16,19 +16,19 @@ import torch
 from torch import Tensor
 
 from paceline.errors import DataError
-from paceline.state.snapshot import DTYPES, byte_tensor
+from paceline.state.snapshot import DTYPES, copy_to_tensor
 
 TUPLE, TENSOR, ARRAY, BIG = 1, 2, 3, 4
 
 
-def pack(value: Any, *, what: str = "this value") -> bytes:
+def pack_value(value: Any, *, what: str = "this value") -> bytes:
     """Write `value` as bytes. `what`: its name in an error."""
 
     def other(part: Any) -> msgpack.ExtType:
         if type(part) is tuple:
             return msgpack.ExtType(TUPLE, dumps(list(part)))
         if isinstance(part, Tensor):
-            return msgpack.ExtType(TENSOR, _tensor_bytes(part))
+            return msgpack.ExtType(TENSOR, _pack_tensor(part))
         if isinstance(part, np.ndarray | np.generic) and part.dtype.kind in "biufc":
             shape = None if isinstance(part, np.generic) else list(part.shape)
             return msgpack.ExtType(ARRAY, msgpack.packb((part.dtype.str, shape, part.tobytes())))
@@ -48,14 +48,14 @@ def pack(value: Any, *, what: str = "this value") -> bytes:
     return dumps(value)
 
 
-def unpack(data: bytes) -> Any:
+def unpack_value(data: bytes) -> Any:
     """Convert packed bytes back to their value. Raises `ValueError` for other bytes."""
 
     def other(code: int, body: bytes) -> Any:
         if code == TUPLE:
             return tuple(loads(body))
         if code == TENSOR:
-            return _tensor(body)
+            return _unpack_tensor(body)
         if code == ARRAY:
             kind, shape, content = msgpack.unpackb(body)
             array = np.frombuffer(content, dtype=kind).copy()
@@ -70,7 +70,7 @@ def unpack(data: bytes) -> Any:
     return loads(data)
 
 
-def _tensor_bytes(tensor: Tensor) -> bytes:
+def _pack_tensor(tensor: Tensor) -> bytes:
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     body: bytes = msgpack.packb(
         (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), plain.numpy().tobytes())
@@ -78,7 +78,7 @@ def _tensor_bytes(tensor: Tensor) -> bytes:
     return body
 
 
-def _tensor(body: bytes) -> Tensor:
+def _unpack_tensor(body: bytes) -> Tensor:
     kind, shape, content = msgpack.unpackb(body)
-    plain = byte_tensor(content)
+    plain = copy_to_tensor(content)
     return plain.view(DTYPES[kind]).reshape(shape)

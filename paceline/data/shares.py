@@ -24,16 +24,16 @@ The result depends on nothing else.
 """
 
 Auto = Literal["auto"]
-AskedShares = Shares | Sequence[float] | Auto | None
+RequestedShares = Shares | Sequence[float] | Auto | None
 """Shares as a caller gives them: a policy, one number per worker, "auto" (by measured speeds), or
 None (equal).
 """
 
-PROBES = (1, 2, 3, 7, 43, 64, 1000)  # batch sizes by which policies are compared
-FINE = 10_000  # samples for which integer shares show a policy's ratios exactly enough
+PROBE_SIZES = (1, 2, 3, 7, 43, 64, 1000)  # batch sizes by which policies are compared
+FINE_BATCH = 10_000  # samples for which integer shares show a policy's ratios exactly enough
 
 
-def equal(batch: int, size: int) -> tuple[int, ...]:
+def divide_equally(batch: int, size: int) -> tuple[int, ...]:
     """Equal shares of `batch` samples for `size` workers.
 
     They differ by one at most; first ranks have the larger ones.
@@ -41,7 +41,7 @@ def equal(batch: int, size: int) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in piece_bounds(batch, size))
 
 
-def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
+def divide_proportionally(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Integer shares as near to `ratios` as possible (largest remainder; first ranks win ties).
 
     If `batch` is the sum of integer ratios, the shares are the ratios. A ratio of zero gives an
@@ -64,7 +64,7 @@ def proportional(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     return tuple(shares)
 
 
-def policy(shares: AskedShares, size: int) -> Shares:
+def make_policy(shares: RequestedShares, size: int) -> Shares:
     """Convert shares to a policy.
 
     Args:
@@ -81,30 +81,30 @@ def policy(shares: AskedShares, size: int) -> Shares:
             "or a function of the batch size"
         )
     if shares is None or shares == "auto":
-        return lru_cache(maxsize=128)(partial(equal, size=size))
+        return lru_cache(maxsize=128)(partial(divide_equally, size=size))
     if isinstance(shares, SpeedShares) and len(shares.curves) == size:
         return shares
     if callable(shares):
-        return lru_cache(maxsize=128)(partial(_checked, shares, size))
+        return lru_cache(maxsize=128)(partial(_call_checked, shares, size))
     ratios = tuple(shares)
     if len(ratios) != size:
         raise DataError(
             f"shares are {list(ratios)}, {len(ratios)} numbers for {size} workers: "
             "give one number per worker, in rank order"
         )
-    proportional(0, ratios)
-    return lru_cache(maxsize=128)(partial(proportional, ratios=ratios))
+    divide_proportionally(0, ratios)
+    return lru_cache(maxsize=128)(partial(divide_proportionally, ratios=ratios))
 
 
-def parts(shares: Shares, total: float) -> tuple[float, ...]:
+def fractional_shares(shares: Shares, total: float) -> tuple[float, ...]:
     """Fractional share of each rank in `total` units, by a policy's own `parts` if it has one."""
     own_parts = getattr(shares, "parts", None)
     if own_parts is not None:
         return tuple(own_parts(total))
-    return tuple(share * total / FINE for share in shares(FINE))
+    return tuple(share * total / FINE_BATCH for share in shares(FINE_BATCH))
 
 
-def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
+def share_bounds(shares: Sequence[int]) -> list[tuple[int, int]]:
     """(start, stop) of each rank's samples in the global batch: contiguous, in rank order."""
     stops = [0]
     for share in shares:
@@ -112,18 +112,18 @@ def spans(shares: Sequence[int]) -> list[tuple[int, int]]:
     return list(pairwise(stops))
 
 
-def probe(shares: Shares, batch: int | None) -> list[list[float]]:
+def probe_policy(shares: Shares, batch: int | None) -> list[list[float]]:
     """Apply a policy to some batch sizes, so that workers can compare their policies.
 
     `batch`: the usual size; None if it isn't known.
     """
     if isinstance(shares, SpeedShares):
         return [*([curve.fixed, curve.per_unit] for curve in shares.curves), [shares.per_sample]]
-    sizes = PROBES if batch is None else (batch, *PROBES)
+    sizes = PROBE_SIZES if batch is None else (batch, *PROBE_SIZES)
     return [list(shares(size)) for size in sizes]
 
 
-def _checked(shares: Shares, size: int, batch: int) -> tuple[int, ...]:
+def _call_checked(shares: Shares, size: int, batch: int) -> tuple[int, ...]:
     answer = tuple(shares(batch))
     is_valid = (
         len(answer) == size

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.data.batches import cut, rows
-from paceline.data.empty_batch import collated_empty
-from paceline.data.reader import ReadResult, last_shares
-from paceline.data.serialization import pack, unpack
-from paceline.data.spec import GlobalBatch, LoaderSpec, SharePart, source, whole_rows
+from paceline.data.batches import count_rows, cut_rows
+from paceline.data.empty_batch import collate_empty
+from paceline.data.reader import ReadResult, shares_of_last
+from paceline.data.serialization import pack_value, unpack_value
+from paceline.data.spec import GlobalBatch, LoaderSpec, SharePart, deal_rows, find_ghost_source
 from paceline.errors import DataError
 
 
@@ -29,7 +29,7 @@ class StreamPosition:
     states: list[Any]  # states of the streams
     worker: int = 0  # reader of the next batch
     # Positions of all ranks, if the stream shards itself.
-    every: list[dict[str, Any]] = field(default_factory=list)
+    all_ranks: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def at_start(cls, workers: int) -> StreamPosition:
@@ -44,10 +44,10 @@ class StreamPosition:
             list(self.marks),
             list(self.states),
             self.worker,
-            self.every,
+            self.all_ranks,
         )
 
-    def dump(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         """Convert the position to plain values."""
         return {
             "numbers": self.numbers,
@@ -57,7 +57,7 @@ class StreamPosition:
             "worker": self.worker,
         }
 
-    def fill(self, saved: dict[str, Any]) -> None:
+    def load_plain(self, saved: dict[str, Any]) -> None:
         """Move to a position that was converted to plain values."""
         if len(saved["numbers"]) != len(self.numbers):
             raise DataError(
@@ -84,22 +84,22 @@ class StreamAccess(Protocol):
         """Cost of this way, in words, to announce to the user."""
         ...
 
-    def asked(self) -> tuple[int | None, tuple[int, ...], int]:
+    def read_terms(self) -> tuple[int | None, tuple[int, ...], int]:
         """Terms of commands to readers: samples per batch, shares in it, and the rank to cut for.
 
         Samples per batch are None if the stream gives whole batches.
         """
         ...
 
-    def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
+    def deal_step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         """Deal the next step, and move `cursor`; None if the stream has ended on all workers."""
         ...
 
-    def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
+    def save_positions(self, cursor: StreamPosition) -> list[dict[str, Any]]:
         """Positions that a checkpoint needs, as plain values."""
         ...
 
-    def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
+    def restore_positions(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
         """Move `cursor` to the positions of a checkpoint."""
         ...
 
@@ -115,30 +115,32 @@ class ReadAll:
             'shard="mine" is for streams that give each rank its own samples'
         )
 
-    def asked(self) -> tuple[int | None, tuple[int, ...], int]:
+    def read_terms(self) -> tuple[int | None, tuple[int, ...], int]:
         batch = self.terms.loader.batch_size
         return batch, () if batch is None else self.terms.shares(batch), self.terms.rank
 
-    def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
+    def deal_step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         result = fetch()
         if result is None:
             return None
         if self.terms.loader.batch_size is None:
-            return whole_rows(self.terms, result.whole)
+            return deal_rows(self.terms, result.whole)
         part, batch = result.part, self.terms.loader.batch_size
         assert part is not None
         shares = self.terms.shares(batch)
         return GlobalBatch(
             result.samples,
             lambda: part,
-            source(shares if result.samples == batch else last_shares(shares, result.samples)),
+            find_ghost_source(
+                shares if result.samples == batch else shares_of_last(shares, result.samples)
+            ),
         )
 
-    def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
-        return [cursor.dump()]
+    def save_positions(self, cursor: StreamPosition) -> list[dict[str, Any]]:
+        return [cursor.to_plain()]
 
-    def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
-        _one(cursor, saved)
+    def restore_positions(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
+        _restore_single(cursor, saved)
 
 
 class SelfSharded:
@@ -155,10 +157,10 @@ class SelfSharded:
 
     def __init__(self, terms: LoaderSpec) -> None:
         self.terms = terms
-        self._last: Any = None  # batch of one sample, used as a ghost
-        self._none: Any = None  # batch without rows
+        self._ghost_batch: Any = None  # batch of one sample, used as a ghost
+        self._empty_batch: Any = None  # batch without rows
 
-    def asked(self) -> tuple[int | None, tuple[int, ...], int]:
+    def read_terms(self) -> tuple[int | None, tuple[int, ...], int]:
         batch = self.terms.loader.batch_size
         if batch is None:
             return None, (), 0
@@ -171,16 +173,18 @@ class SelfSharded:
         own_share = shares[self.terms.rank]
         return own_share, (own_share,), 0
 
-    def step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
+    def deal_step(self, fetch: Fetch, cursor: StreamPosition) -> GlobalBatch | None:
         result = fetch()
-        part = self._part(result)
-        packed = pack(
-            (0 if part is None else part.share, cursor.dump(), any(cursor.numbers)),
+        part = self._make_part(result)
+        packed = pack_value(
+            (0 if part is None else part.share, cursor.to_plain(), any(cursor.numbers)),
             what="the stream's state",
         )
-        answers = [unpack(body) for body in self.terms.agreement.meet("shares of a stream", packed)]
+        answers = [
+            unpack_value(body) for body in self.terms.agreement.meet("shares of a stream", packed)
+        ]
         # Each worker knows all positions, so that any of them can write a checkpoint.
-        cursor.every = [dump for _, dump, _ in answers]
+        cursor.all_ranks = [dump for _, dump, _ in answers]
         shares = [share for share, _, _ in answers]
         if not any(shares):
             return None
@@ -192,65 +196,65 @@ class SelfSharded:
             )
         total = sum(shares)
         own_part = (
-            SharePart(total, 0, self._ghost()) if part is None else part._replace(whole=total)
+            SharePart(total, 0, self._make_ghost()) if part is None else part._replace(whole=total)
         )
-        return GlobalBatch(total, lambda: own_part, source(shares))
+        return GlobalBatch(total, lambda: own_part, find_ghost_source(shares))
 
-    def saved(self, cursor: StreamPosition) -> list[dict[str, Any]]:
-        return cursor.every or [cursor.dump()] * self.terms.agreement.group.size
+    def save_positions(self, cursor: StreamPosition) -> list[dict[str, Any]]:
+        return cursor.all_ranks or [cursor.to_plain()] * self.terms.agreement.group.size
 
-    def restored(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
+    def restore_positions(self, cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
         size = self.terms.agreement.group.size
         if len(saved) != size:
             raise DataError(
                 f'shard="mine": the state was saved by {len(saved)} workers, and there are {size} '
                 "here: give as many workers"
             )
-        cursor.fill(saved[self.terms.rank])
-        cursor.every = saved
+        cursor.load_plain(saved[self.terms.rank])
+        cursor.all_ranks = saved
 
-    def _part(self, result: ReadResult | None) -> SharePart | None:
+    def _make_part(self, result: ReadResult | None) -> SharePart | None:
         if result is None:
             return None
         if self.terms.loader.batch_size is None:
-            count = rows(result.whole)
+            count = count_rows(result.whole)
             part = SharePart(count, count, result.whole)
         else:
             assert result.part is not None
             part = result.part
-        count = rows(part.batch, missing=0)
-        self._last = cut(part.batch, 0, 1, count) if count else part.batch
+        count = count_rows(part.batch, missing=0)
+        self._ghost_batch = cut_rows(part.batch, 0, 1, count) if count else part.batch
         return part
 
-    def _ghost(self) -> Any:
-        if not self.terms.ghosts:
-            return self._empty()
+    def _make_ghost(self) -> Any:
+        if not self.terms.uses_ghosts:
+            return self._make_empty()
         # Resumed after this worker's stream had ended, so it has read nothing: any sample will do.
-        if self._last is None:
+        if self._ghost_batch is None:
             loader = self.terms.loader
             first = next(iter(loader.dataset))
-            self._last = loader.collate_fn(first if loader.batch_size is None else [first])
-        return self._last
+            self._ghost_batch = loader.collate_fn(first if loader.batch_size is None else [first])
+        return self._ghost_batch
 
-    def _empty(self) -> Any:
+    def _make_empty(self) -> Any:
         """Make a batch without rows, by the first sample of the stream."""
-        if self._none is None:
+        if self._empty_batch is None:
             loader = self.terms.loader
             first = next(iter(loader.dataset))
             if loader.batch_size is None:
                 whole = loader.collate_fn(first)
-                self._none = cut(whole, 0, 0, rows(whole))
+                self._empty_batch = cut_rows(whole, 0, 0, count_rows(whole))
             else:
-                self._none = collated_empty(
+                self._empty_batch = collate_empty(
                     loader.collate_fn, first, surely=not self.terms.training
                 )
-        return self._none
+        return self._empty_batch
 
 
-def _one(cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
+def _restore_single(cursor: StreamPosition, saved: list[dict[str, Any]]) -> None:
     if len(saved) != 1:
         raise DataError(
             f'the state was saved with shard="mine" by {len(saved)} workers: '
             'give shard="mine" and as many workers, or start anew'
         )
-    cursor.fill(saved[0])
+    cursor.load_plain(saved[0])

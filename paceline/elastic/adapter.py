@@ -22,17 +22,17 @@ from paceline.prepare.registry import Prepared
 from paceline.record.call_status import make_status_display
 from paceline.record.run_records import RunRecords
 from paceline.replicas.compare import ReplicaComparer
-from paceline.replicas.contents import own_buffers
+from paceline.replicas.contents import find_own_buffers
 from paceline.replicas.step_count import StepCount
 from paceline.servers.worker.replication import ServerReplication
-from paceline.state.snapshot import Snapshot, loads, pack
+from paceline.state.snapshot import Snapshot, make_snapshot, snapshot_from_bytes
 from paceline.state.versioned import Stateful
 from paceline.sync.abilities import Abilities
 from paceline.sync.context import SyncContext
-from paceline.workers.groups import CurrentView, reap
-from paceline.workers.replicate import Replicate
+from paceline.workers.copy_interval import Replicate
+from paceline.workers.groups import CurrentView, close_in_background
 
-VERSION = 2  # version of the state that a new worker gets
+JOIN_STATE_VERSION = 2  # version of the state that a new worker gets
 
 
 def check_elastic(device: torch.device, abilities: Abilities) -> None:
@@ -49,7 +49,7 @@ def check_elastic(device: torch.device, abilities: Abilities) -> None:
         )
 
 
-def keepers(worker_state: WorkerState, prepared: Prepared) -> list[ServerReplication]:
+def find_server_keepers(worker_state: WorkerState, prepared: Prepared) -> list[ServerReplication]:
     """Find the objects that look after servers: that of the optimizer, and that of the tables."""
     keeping = worker_state.abilities.keeping
     candidates = [None if keeping is None else keeping.copies, prepared.tables.copies]
@@ -86,14 +86,14 @@ class ElasticRun:
         leaving: Departure,
         replicate: Replicate,
     ) -> None:
-        self._context, self._prepared, self._loop, self._own, self._comparer = (
+        self._context, self._prepared, self._loop, self._worker_state, self._comparer = (
             context,
             prepared,
             loop,
             own,
             comparer,
         )
-        self._records, self._view, self._tally, self._leaving, self._replicate = (
+        self._records, self._view, self._step_count, self._departure, self._replicate = (
             records,
             view,
             tally,
@@ -107,12 +107,12 @@ class ElasticRun:
     def regroup(self, groups: ViewGroups) -> None:
         old_groups = [*self._context.extra_groups, self._context.group]
         try:
-            self._move(groups)
+            self._move_to_groups(groups)
         finally:
             # The old groups end also if another worker is lost during the move.
-            reap(old_groups)
+            close_in_background(old_groups)
 
-    def _move(self, groups: ViewGroups) -> None:
+    def _move_to_groups(self, groups: ViewGroups) -> None:
         """Move everything that exchanges data to the groups of a view. Collective.
 
         If a worker is lost meanwhile, this begins again with later groups.
@@ -120,92 +120,98 @@ class ElasticRun:
         worker_context, context = groups.worker_context, self._context
         context.regroup(
             groups.group,
-            worker_context.cluster.where(),
-            worker_context.native,
+            worker_context.cluster.host_by_rank(),
+            worker_context.make_native_group,
             worker_context.cancel_scope,
         )
-        context.agreement.regroup(groups.group, worker_context.cluster.names(), groups.origins)
-        self._view.move(worker_context)
+        context.agreement.regroup(groups.group, worker_context.cluster.host_names(), groups.origins)
+        self._view.move_to_view(worker_context)
         # The first worker of the view writes the log and the events of the run.
-        self._tally.doubt()
+        self._step_count.skip_comparisons()
         if self._view.is_first:
             self._records.log.take_over(make_status_display(worker_context.place))
-            events.writes(worker_context.place, str(self._records.folder.path.absolute()))
-        self._loop.cut_turn(0 if self._loop.apart else groups.turn)
+            events.report_writer(worker_context.place, str(self._records.folder.path.absolute()))
+        self._loop.cut_turn(0 if self._loop.apart else groups.failed_turn)
         # The order is the same on all workers, as each of these makes collective calls. Buddies
         # come after the strategy, which takes over the state of lost workers.
-        self._prepared.regroup()
-        join_info = groups.layout or {}
-        self._leaving.regroup(groups.members, join_info.get("leaving", ()))
+        self._prepared.regroup_layers()
+        join_info = groups.join_info or {}
+        self._departure.regroup(groups.members, join_info.get("leaving", ()))
         self._recoverable.regroup(context, join_info.get("sync"))
         self._prepared.tables.regroup(context, join_info.get("tables"))
         self.buddies.regroup(groups.members)
-        self._loop.settle()
+        self._loop.settle_state()
 
-    def lost(self, text: str) -> None:
+    def announce_event(self, text: str) -> None:
         self._records.history.announce_event(text)
 
-    def turn(self) -> int:
-        return self._loop.steps + 1 if self._loop.led is not None else 0
+    def get_turn(self) -> int:
+        return self._loop.steps_made + 1 if self._loop.leading_turn is not None else 0
 
-    def figures(self) -> Any:
-        return [self.buddies.figures(), self._leaving.wish]
+    def collect_news(self) -> Any:
+        return [self.buddies.collect_news(), self._departure.leave_request]
 
-    def hear(self, all_figures: Sequence[Any], members: tuple[int, ...]) -> None:
-        self.buddies.hear([figures for figures, _ in all_figures], members)
-        self._leaving.hear([wish for _, wish in all_figures])
+    def hear_news(self, all_figures: Sequence[Any], members: tuple[int, ...]) -> None:
+        self.buddies.hear_news([figures for figures, _ in all_figures], members)
+        self._departure.note_requests([wish for _, wish in all_figures])
 
-    def depart(self) -> None:
-        self.buddies.depart()
+    def finish_sending(self) -> None:
+        self.buddies.finish_sending()
 
-    def fates(self, before: tuple[int, ...]) -> str:
-        return self.buddies.fates(before)
+    def describe_fates(self, before: tuple[int, ...]) -> str:
+        return self.buddies.describe_fates(before)
 
-    def servers_lost(self) -> list[str]:
+    def take_lost_servers(self) -> list[str]:
         return [
-            name for keeper in keepers(self._own, self._prepared) for name in keeper.take_lost()
+            name
+            for keeper in find_server_keepers(self._worker_state, self._prepared)
+            for name in keeper.take_lost_names()
         ]
 
     def join_info(self) -> Any:
         return {
             "sync": self._recoverable.join_info(),
             "tables": self._prepared.tables.join_info(),
-            "leaving": self._leaving.join_info(),
+            "leaving": self._departure.join_info(),
         }
 
-    def form(self) -> str:
+    def compute_model_digest(self) -> str:
         digest = hashlib.sha256(
-            f"{VERSION} {self._replicate!r} {self._prepared.state.names}".encode()
+            f"{JOIN_STATE_VERSION} {self._replicate!r} {self._prepared.state.names}".encode()
         )
-        digest.update(self._prepared.tables.form().encode())
+        digest.update(self._prepared.tables.describe_layout().encode())
         for slot in self._prepared.slots:
             digest.update(
                 f"{slot.name} {tuple(slot.parameter.shape)} {slot.parameter.dtype}\n".encode()
             )
         return digest.hexdigest()
 
-    def give(self) -> tuple[bytes, str]:
-        snapshot = self._prepared.state.snapshot(copy=False)
-        facts = {"facts": self._records.collect_facts(), "compared": self._comparer.facts()}
+    def pack_state(self) -> tuple[bytes, str]:
+        snapshot = self._prepared.state.take_snapshot(copy=False)
+        facts = {"facts": self._records.collect_facts(), "compared": self._comparer.collect_facts()}
         # A strategy with servers keeps its state there.
-        sync_state = self._own.sync.state_dict() if self._remote is None else {}
-        worker_facts = {"random": self._own.randomness.state_dict(), "sync": sync_state, **facts}
-        return bytes(msgpack.packb([snapshot.dumps(), pack(worker_facts).dumps()])), self._hash(
-            snapshot
-        )
+        sync_state = self._worker_state.sync.state_dict() if self._remote is None else {}
+        worker_facts = {
+            "random": self._worker_state.randomness.state_dict(),
+            "sync": sync_state,
+            **facts,
+        }
+        return bytes(
+            msgpack.packb([snapshot.to_bytes(), make_snapshot(worker_facts).to_bytes()])
+        ), self._hash_shared_state(snapshot)
 
-    def take(self, state: bytes) -> str:
+    def load_state(self, state: bytes) -> str:
         shared, worker_facts = msgpack.unpackb(state)
-        snapshot = loads(shared)
-        self._prepared.state.restore(snapshot)
-        facts = loads(worker_facts).unpack()
+        snapshot = snapshot_from_bytes(shared)
+        self._prepared.state.restore_snapshot(snapshot)
+        facts = snapshot_from_bytes(worker_facts).unpack_state()
         self._recoverable.load_from_peer(facts["sync"])
-        self._own.randomness.load_state_dict(facts["random"])
+        self._worker_state.randomness.load_state_dict(facts["random"])
         self._records.adopt_facts(facts["facts"])
-        self._comparer.learn(facts["compared"])
-        return self._hash(snapshot)
+        self._comparer.adopt_facts(facts["compared"])
+        return self._hash_shared_state(snapshot)
 
-    def _hash(self, snapshot: Snapshot) -> str:
+    def _hash_shared_state(self, snapshot: Snapshot) -> str:
         """Hash the state that must be equal on all workers.
 
         Buffers that differ between workers are left out. If replicas diverge, only models count.
@@ -213,17 +219,19 @@ class ElasticRun:
         parts = zip(self._prepared.state.names, self._prepared.state.parts, strict=True)
         models = {name: part for name, part in parts if isinstance(part, nn.Module)}
         own_paths = {
-            f"{name}/{buffer}" for name, model in models.items() for buffer in own_buffers(model)
+            f"{name}/{buffer}"
+            for name, model in models.items()
+            for buffer in find_own_buffers(model)
         }
         tensors = {
             path: tensor for path, tensor in snapshot.tensors.items() if path not in own_paths
         }
-        if not self._own.sync.replicas_diverge:
-            return Snapshot(0, snapshot.tree, tensors).sha256()
+        if not self._worker_state.sync.replicas_diverge:
+            return Snapshot(0, snapshot.tree, tensors).compute_sha256()
         tensors = {path: tensor for path, tensor in tensors.items() if path.split("/")[0] in models}
-        return Snapshot(0, sorted(tensors), tensors).sha256()
+        return Snapshot(0, sorted(tensors), tensors).compute_sha256()
 
-    def parts(self) -> dict[str, Stateful]:
+    def get_turn_state(self) -> dict[str, Stateful]:
         """Objects whose state a turn changes, by name: all but loaders and progress."""
         state = self._prepared.state
         return {

@@ -47,62 +47,70 @@ class Departure:
         keepers: Callable[[], list[ServerReplication]],
     ) -> None:
         self._worker, self._members, self._orders = worker, members, orders
-        self._context, self._home, self._keepers = context, home, keepers
-        self._asked: set[int] = set()  # workers of leaving hosts, as far as all workers know
-        self._since: float | None = None  # when this worker began to wait for the copies
-        self._ready = False  # whether this worker may leave now
+        self._context, self._launcher, self._get_server_keepers = context, home, keepers
+        self._leaving_workers: set[int] = (
+            set()
+        )  # workers of leaving hosts, as far as all workers know
+        self._wait_start: float | None = None  # when this worker began to wait for the copies
+        self._may_leave = False  # whether this worker may leave now
 
     @property
-    def goes(self) -> bool:
+    def has_to_leave(self) -> bool:
         """Whether this worker has to leave now."""
-        return self._ready or (self._orders.leaving and not self._keepers())
+        return self._may_leave or (self._orders.asked_to_leave and not self._get_server_keepers())
 
-    def let_go(self) -> None:
+    def release_worker(self) -> None:
         """Let this worker leave between two turns, although its host stays."""
-        self._ready = True
+        self._may_leave = True
 
     # ---- requests
 
     @property
-    def wish(self) -> int | None:
+    def leave_request(self) -> int | None:
         """Number of this worker if its host has to leave, else None. Sent to all with the logs."""
-        return self._worker if self._orders.leaving else None
+        return self._worker if self._orders.asked_to_leave else None
 
-    def hear(self, wishes: Iterable[int | None]) -> None:
+    def note_requests(self, wishes: Iterable[int | None]) -> None:
         """Note the `leave_request` of each worker. All of them are at the same step."""
-        self._asked |= {wish for wish in wishes if wish is not None}
+        self._leaving_workers |= {wish for wish in wishes if wish is not None}
 
     def regroup(self, members: tuple[int, ...], wishes: Iterable[int | None]) -> None:
         """Move to a view with these members. A new worker also learns earlier requests."""
         self._members = members
-        self.hear(wishes)
+        self.note_requests(wishes)
 
     def join_info(self) -> list[int]:
         """Numbers of the workers with a known request to leave, for a worker that joins."""
-        return sorted(self._asked)
+        return sorted(self._leaving_workers)
 
     # ---- in lockstep
 
-    def step_ended(self) -> None:
+    def copy_before_leaving(self) -> None:
         """Copy the data of leaving hosts, after each step while a host has to leave.
 
         Collective if any known worker has to leave and there are servers.
         """
-        if not self._asked.isdisjoint(self._members) and self._keepers():
+        if not self._leaving_workers.isdisjoint(self._members) and self._get_server_keepers():
             leaving, staying, relieved = self._context.agreement.repeat_until_settled(
-                self._relieve, what="a host leaves"
+                self._relieve_hosts, what="a host leaves"
             )
-            for keeper in self._keepers() if relieved else ():
-                keeper.part(leaving)
-            self._ready = self._home in leaving and (relieved or not staying or self._waited())
+            for keeper in self._get_server_keepers() if relieved else ():
+                keeper.drop_leaving_servers(leaving)
+            self._may_leave = self._launcher in leaving and (
+                relieved or not staying or self._has_waited_too_long()
+            )
 
-    def _relieve(self) -> tuple[set[str], set[str], bool]:
+    def _relieve_hosts(self) -> tuple[set[str], set[str], bool]:
         """Start or continue the copies of leaving hosts' data. Collective.
 
         Returns the hosts that leave, the hosts that stay, and whether these have all copies.
         """
         agreement = self._context.agreement
-        own_answer = [agreement.origins[agreement.group.rank], self._home, self._orders.leaving]
+        own_answer = [
+            agreement.origins[agreement.group.rank],
+            self._launcher,
+            self._orders.asked_to_leave,
+        ]
         answers: list[Any] = [
             json.loads(body)
             for body in agreement.meet("a host leaves", json.dumps(own_answer).encode())
@@ -115,19 +123,22 @@ class Departure:
         return (
             leaving,
             staying,
-            bool(staying) and all([keeper.relieve(hosts, leaving) for keeper in self._keepers()]),
+            bool(staying)
+            and all(
+                [keeper.relieve_hosts(hosts, leaving) for keeper in self._get_server_keepers()]
+            ),
         )
 
-    def _waited(self) -> bool:
+    def _has_waited_too_long(self) -> bool:
         """Whether copying takes too long.
 
         Workers may find this out at different times. Those that leave earlier count as lost.
         """
         now, deadline_seconds = time.monotonic(), self._context.deadline
-        self._since = now if self._since is None else self._since
-        if now - self._since > deadline_seconds:
+        self._wait_start = now if self._wait_start is None else self._wait_start
+        if now - self._wait_start > deadline_seconds:
             self._context.announce(
                 f"no other host has copied the data of this host's servers within "
                 f"{deadline_seconds:g} s: it leaves all the same"
             )
-        return now - self._since > deadline_seconds
+        return now - self._wait_start > deadline_seconds

@@ -16,13 +16,13 @@ from paceline.elastic.departure import Departure
 from paceline.errors import UsageError
 from paceline.record.history import RunHistory
 from paceline.sync.abilities import Abilities
-from paceline.unequal.stragglers.stragglers import FLUSHES, Judgement, named
+from paceline.unequal.stragglers.stragglers import FLUSHES, Judgement, name_ranks
 from paceline.workers.groups import CurrentView
 
-WARNINGS = 3  # looks in a row in which a worker has to be late
+LATE_LOOKS = 3  # looks in a row in which a worker has to be late
 
 
-def check(abilities: Abilities) -> None:
+def check_eviction(abilities: Abilities) -> None:
     """Raise `UsageError` if workers don't wait for each other in each step, or have servers."""
     if abilities.remote is not None or abilities.sample_queue is not None:
         raise UsageError(
@@ -31,7 +31,7 @@ def check(abilities: Abilities) -> None:
         )
 
 
-class WarningCount:
+class LateCount:
     """Counts the consecutive looks in which each worker was late.
 
     Looks overlap: each covers several flushes. Only looks that share no flush are counted.
@@ -41,7 +41,7 @@ class WarningCount:
         self._counts: dict[int, int] = {}  # by the number of the worker
         self._looks = 0
 
-    def add(self, names: Sequence[int], judgement: Judgement) -> int | None:
+    def count_late_ranks(self, names: Sequence[int], judgement: Judgement) -> int | None:
         """Count the late ranks of a judgement. `names` has the number of each rank's worker.
 
         Returns the rank that was late in enough looks, or the slowest if there are several.
@@ -52,7 +52,7 @@ class WarningCount:
         self._counts = {
             names[rank]: self._counts.get(names[rank], 0) + 1 for rank in judgement.late
         }
-        due = [rank for rank in judgement.late if self._counts[names[rank]] >= WARNINGS]
+        due = [rank for rank in judgement.late if self._counts[names[rank]] >= LATE_LOOKS]
         return max(due, key=lambda rank: judgement.work[rank], default=None)
 
 
@@ -63,12 +63,12 @@ class Eviction:
     """
 
     def __init__(self, view: CurrentView, leaving: Departure, history: RunHistory) -> None:
-        self._view, self._leaving, self._history = view, leaving, history
-        self._counts = WarningCount()
-        self._names: tuple[int, ...] = ()
-        self._kept: set[int] = set()  # late workers that stay because the job needs them
+        self._view, self._departure, self._history = view, leaving, history
+        self._counts = LateCount()
+        self._worker_numbers: tuple[int, ...] = ()
+        self._needed_workers: set[int] = set()  # late workers that stay because the job needs them
 
-    def take(
+    def handle_judgement(
         self, names: Sequence[int], judgement: Judgement | None, hosts: Sequence[str], me: int
     ) -> None:
         """Handle the sensor's judgement, which is equal on all workers.
@@ -79,19 +79,21 @@ class Eviction:
             hosts: Host of each rank, for messages.
             me: Rank of this worker.
         """
-        if tuple(names) != self._names:
-            self._names, self._counts = tuple(names), WarningCount()
+        if tuple(names) != self._worker_numbers:
+            self._worker_numbers, self._counts = tuple(names), LateCount()
         if judgement is None:
             return
-        rank = self._counts.add(names, judgement)
+        rank = self._counts.count_late_ranks(names, judgement)
         if rank is None:
             return
-        worker_text = named(frozenset({rank}), hosts)
-        reason = f"{worker_text} was late in {WARNINGS} looks in a row, for {judgement.words}"
+        worker_text = name_ranks(frozenset({rank}), hosts)
+        reason = (
+            f"{worker_text} was late in {LATE_LOOKS} looks in a row, for {judgement.cause_in_words}"
+        )
         min_workers = self._view.worker.place.min_workers
         if len(names) <= min_workers:
-            if names[rank] not in self._kept:
-                self._kept.add(names[rank])
+            if names[rank] not in self._needed_workers:
+                self._needed_workers.add(names[rank])
                 self._history.announce_event(
                     f"{reason}, and stays: the job needs {min_workers} workers (--min-workers)"
                 )
@@ -100,4 +102,4 @@ class Eviction:
             f"{reason}: it leaves, and its samples are dealt to the others"
         )
         if rank == me:
-            self._leaving.let_go()
+            self._departure.release_worker()

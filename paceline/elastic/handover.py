@@ -14,25 +14,25 @@ import torch
 
 from paceline.comm.agreement import CallResult
 from paceline.comm.group_protocol import Group
-from paceline.elastic.recover import RecoveryPlan
+from paceline.elastic.recovery_plan import RecoveryPlan
 from paceline.errors import Mismatch
-from paceline.replicas.majority import majority, nearest
-from paceline.state.snapshot import byte_tensor, loads, pack
+from paceline.replicas.majority import find_majority, pick_nearest_source
+from paceline.state.snapshot import copy_to_tensor, make_snapshot, snapshot_from_bytes
 
 
-class WholeState(Protocol):
+class StateOwner(Protocol):
     """Packs and loads all of a worker's state."""
 
-    def give(self) -> tuple[bytes, str]:
+    def pack_state(self) -> tuple[bytes, str]:
         """Pack all of the state, and hash the part that must be equal on all workers."""
         ...
 
-    def take(self, state: bytes) -> str:
+    def load_state(self, state: bytes) -> str:
         """Load a packed state, and return the hash of the part that must be equal."""
         ...
 
 
-def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: WholeState) -> list[int]:
+def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: StateOwner) -> list[int]:
     """Send the state to all new workers. Collective.
 
     Args:
@@ -47,8 +47,10 @@ def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: WholeSt
     Raises:
         Mismatch: This worker is new, and the state that it got hasn't the hash of most workers.
     """
-    senders = {rank: nearest(rank, range(old), hosts) for rank in range(old, group.size)}
-    body, digest = owner.give() if group.rank < old else (b"", "")
+    senders = {
+        rank: pick_nearest_source(rank, range(old), hosts) for rank in range(old, group.size)
+    }
+    body, digest = owner.pack_state() if group.rank < old else (b"", "")
     own_body = body if group.rank in senders.values() else b""
     headers = [
         json.loads(header)
@@ -56,7 +58,7 @@ def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: WholeSt
     ]
     # All workers know all lengths and hashes now. One exchange sends the states.
     sends = [
-        (rank, byte_tensor(own_body)) for rank, sender in senders.items() if sender == group.rank
+        (rank, copy_to_tensor(own_body)) for rank, sender in senders.items() if sender == group.rank
     ]
     received = (
         torch.empty(headers[senders[group.rank]][0], dtype=torch.uint8)
@@ -64,8 +66,8 @@ def hand_over_state(group: Group, hosts: Sequence[int], old: int, owner: WholeSt
         else None
     )
     group.exchange(sends, [] if received is None else [(senders[group.rank], received)]).wait()
-    majority_hash, odd_ranks = majority({rank: headers[rank][1] for rank in range(old)})
-    if received is not None and owner.take(received.numpy().tobytes()) != majority_hash:
+    majority_hash, odd_ranks = find_majority({rank: headers[rank][1] for rank in range(old)})
+    if received is not None and owner.load_state(received.numpy().tobytes()) != majority_hash:
         raise Mismatch(
             f"the state that rank {senders[group.rank]} handed over differs from that of most "
             "workers; start this worker again"
@@ -81,6 +83,8 @@ def hand_over_result(group: Group, plan: RecoveryPlan, last: Any) -> CallResult[
     if not plan.behind:
         return None
     worker = plan.members[group.rank]
-    body = pack([last]).dumps() if worker == plan.teller else b""
-    packed = group.gather_bytes(body)[plan.members.index(plan.teller)]
-    return CallResult(loads(packed).unpack()[0]) if worker in plan.behind else None
+    body = make_snapshot([last]).to_bytes() if worker == plan.result_sender else b""
+    packed = group.gather_bytes(body)[plan.members.index(plan.result_sender)]
+    return (
+        CallResult(snapshot_from_bytes(packed).unpack_state()[0]) if worker in plan.behind else None
+    )

@@ -30,42 +30,46 @@ class MissedTurns:
     """
 
     def __init__(self, calls: Callable[[], int], *, answer: int = 0) -> None:
-        self._calls, self._as_of, self._answer = calls, 0, answer
-        self._asked = self._left = 0
-        self.admits = False  # whether this worker is letting new workers in
+        self._count_calls, self._calls_at_answer, self._last_answer = calls, 0, answer
+        self._answer_count = self._turns_left = 0
+        self.is_admitting = False  # whether this worker is letting new workers in
 
     @property
-    def asked(self) -> int:
+    def answers_since_call(self) -> int:
         """Number of answers to loaders since the last completed call."""
-        return self._asked if self._as_of == self._calls() else 0
+        return self._answer_count if self._calls_at_answer == self._count_calls() else 0
 
     @contextlib.contextmanager
-    def admission(self) -> Iterator[None]:
+    def mark_admission(self) -> Iterator[None]:
         """Mark that this worker lets new workers in during the block.
 
         Workers that are behind then have to make the same calls.
         """
-        self.admits = True
+        self.is_admitting = True
         try:
             yield
         finally:
-            self.admits = False
+            self.is_admitting = False
 
-    def begin(self, asked: int) -> None:
+    def begin_repeating(self, asked: int) -> None:
         """Repeat the last answer this number of times. The last call is completed by now."""
-        self._left = asked
+        self._turns_left = asked
 
     @property
-    def behind(self) -> bool:
+    def is_behind(self) -> bool:
         """Whether the next answer is one that other workers had before they learned of the loss."""
-        return self._left > 0
+        return self._turns_left > 0
 
-    def repeat(self) -> int:
+    def repeat_answer(self) -> int:
         """Repeat the answer from before the loss."""
-        self._left -= 1
-        return self.answer(self._answer)
+        self._turns_left -= 1
+        return self.record_answer(self._last_answer)
 
-    def answer(self, generation: int) -> int:
+    def record_answer(self, generation: int) -> int:
         """Record `generation` as the answer to a loader, and return it."""
-        self._asked, self._as_of, self._answer = self.asked + 1, self._calls(), generation
+        self._answer_count, self._calls_at_answer, self._last_answer = (
+            self.answers_since_call + 1,
+            self._count_calls(),
+            generation,
+        )
         return generation

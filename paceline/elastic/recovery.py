@@ -28,12 +28,12 @@ from paceline.cluster.store import Store
 from paceline.comm.agreement import Agreement, CallResult
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group_protocol import Group
-from paceline.elastic.handover import WholeState, hand_over_result, hand_over_state
+from paceline.elastic.handover import StateOwner, hand_over_result, hand_over_state
 from paceline.elastic.missed_turns import MissedTurns
-from paceline.elastic.recover import RecoveryPlan, WorkerProgress, decide
-from paceline.elastic.view_store import moved, open_store, serve
+from paceline.elastic.recovery_plan import RecoveryPlan, WorkerProgress, make_recovery_plan
+from paceline.elastic.view_store import connect_store, move_to_view, serve_store
 from paceline.errors import (
-    LOSSES,
+    RECOVERABLE_ERRORS,
     DeadlineExceeded,
     Mismatch,
     PacelineError,
@@ -41,7 +41,7 @@ from paceline.errors import (
     ViewChanged,
     WorkerLost,
 )
-from paceline.workers.groups import WorkerContext, everyone
+from paceline.workers.groups import WorkerContext, make_group_of_all
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class ViewGroups:
     group: Group
     members: tuple[int, ...]
     origins: tuple[int, ...]
-    turn: int = 0
-    layout: Any = None
+    failed_turn: int = 0
+    join_info: Any = None
 
 
 @dataclass
@@ -72,41 +72,41 @@ class JoinRequest:
 
     roster: Roster
     cancel_scope: CancelScope
-    here: Store | None = None  # None until it is open
+    store: Store | None = None  # None until it is open
 
 
-class SurvivingRun(WholeState, Protocol):
+class SurvivingRun(StateOwner, Protocol):
     """The run that survives losses, as its recovery sees it."""
 
     def regroup(self, groups: ViewGroups) -> None:
         """Move to other groups. Collective."""
         ...
 
-    def turn(self) -> int:
+    def get_turn(self) -> int:
         """Number of the turn of training under way, counted from 1; 0 if there is none."""
         ...
 
-    def lost(self, text: str) -> None:
+    def announce_event(self, text: str) -> None:
         """Announce an event to the user."""
         ...
 
-    def figures(self) -> Any:
+    def collect_news(self) -> Any:
         """News of this worker for the others, which msgpack can pack."""
         ...
 
-    def hear(self, all_figures: Sequence[Any], members: tuple[int, ...]) -> None:
+    def hear_news(self, all_figures: Sequence[Any], members: tuple[int, ...]) -> None:
         """Handle the news of all workers. All of them have just taken the same step."""
         ...
 
-    def depart(self) -> None:
+    def finish_sending(self) -> None:
         """Wait until all data that this worker sends has arrived, before it leaves."""
         ...
 
-    def fates(self, before: tuple[int, ...]) -> str:
+    def describe_fates(self, before: tuple[int, ...]) -> str:
         """Text about the fate of state that only lost members had; empty if there was none."""
         ...
 
-    def servers_lost(self) -> list[str]:
+    def take_lost_servers(self) -> list[str]:
         """Names of the servers that were lost since the last call."""
         ...
 
@@ -114,7 +114,7 @@ class SurvivingRun(WholeState, Protocol):
         """Facts about the strategy's exchanges for a joining worker."""
         ...
 
-    def form(self) -> str:
+    def compute_model_digest(self) -> str:
         """Digest of the models and options. A state fits only a run with an equal digest."""
         ...
 
@@ -149,30 +149,32 @@ class Recovery:
         self._timings = place.timings.recovery
         self.generation = 0  # number of changes of the group of workers
         self.view = 0 if place.joining else 1
-        self.fresh = place.joining  # this worker has no state yet
-        self.pending = 0  # view in which a worker waits to be let in; 0: none
-        self._worker_context, self._agreement, self._heart = worker_context, agreement, heart
+        self.has_no_state = place.joining  # this worker has no state yet
+        self.pending_view = 0  # view in which a worker waits to be let in; 0: none
+        self._worker_context, self._agreement, self._run = worker_context, agreement, heart
         # A new worker counts from the moment at which it is let in.
         self.missed_turns = MissedTurns(lambda: agreement.calls, answer=int(place.joining))
-        self._server = serve(place)
-        self._before = self.members  # members at the last announcement
+        self._store_daemon = serve_store(place)
+        self._last_members = self.members  # members at the last announcement
 
-    def arm(self) -> None:
+    def arm_recovery(self) -> None:
         """Survive losses from now on. All workers are about to make the same call."""
         if self._agreement.recovery is not None:
             return
-        self.orders.arm(
-            self.view, frozenset(self.members), lambda: _trip(self._worker_context.cancel_scope)
+        self.orders.watch_breaking_views(
+            self.view,
+            frozenset(self.members),
+            lambda: _cancel_view(self._worker_context.cancel_scope),
         )
-        self._survive()
+        self._enable_survival()
 
-    def _survive(self) -> None:
-        self._agreement.survive_losses_by(self.recover)
-        events.surviving(self._worker_context.place)
+    def _enable_survival(self) -> None:
+        self._agreement.survive_losses_by(self.recover_from)
+        events.report_surviving(self._worker_context.place)
 
     # ---- losses
 
-    def recover(self, error: PacelineError) -> CallResult[Any] | None:
+    def recover_from(self, error: PacelineError) -> CallResult[Any] | None:
         """Meet with all remaining workers, and go on with them in new groups.
 
             wait for a view without a member -> meet in its store -> make groups -> announce
@@ -187,17 +189,20 @@ class Recovery:
         seconds = 0.0 if isinstance(error, ServerLost) else self._timings.view
         while True:
             roster = (
-                self.orders.newer(self.view, self._timings.view)
+                self.orders.wait_for_newer_view(self.view, self._timings.view)
                 if view_is_void
-                else self.orders.breaking(seconds, reported_view)
+                else self.orders.wait_for_breaking_view(seconds, reported_view)
             )
-            if roster is None and (latest := max(self.view, self.orders.latest)) == reported_view:
+            if (
+                roster is None
+                and (latest := max(self.view, self.orders.latest_view)) == reported_view
+            ):
                 raise error
             # No new view came: no worker has died, but a connection broke. Report it to the
             # launchers, and wait for their next view. After a second timeout, give up.
             if roster is None:
                 reported_view, seconds = latest, self._timings.view
-                events.broken(self._worker_context.place, latest)
+                events.report_broken_view(self._worker_context.place, latest)
                 continue
             reported_view, view_is_void, self.view = math.inf, False, roster.number
             if self.worker not in roster.workers:
@@ -206,57 +211,68 @@ class Recovery:
                     "or they took it for dead"
                 ) from error
             # If another worker is lost in this block, the next view makes a new attempt.
-            with contextlib.suppress(*LOSSES, DeadlineExceeded):
-                cancel_scope = self._armed(roster, roster.workers)
-                store = open_store(self._worker_context, roster, cancel_scope).sub(
+            with contextlib.suppress(*RECOVERABLE_ERRORS, DeadlineExceeded):
+                cancel_scope = self._arm_view(roster, roster.workers)
+                store = connect_store(self._worker_context, roster, cancel_scope).open_substore(
                     f"view{roster.number}"
                 )
-                if (progress := self._meet(store, roster)) is not None:
-                    result = self._regroup(
-                        roster, store.sub("groups"), decide(progress), cancel_scope
+                if (progress := self._exchange_progress(store, roster)) is not None:
+                    result = self._make_groups(
+                        roster,
+                        store.open_substore("groups"),
+                        make_recovery_plan(progress),
+                        cancel_scope,
                     )
-                    self._say(time.monotonic() - start, error)
+                    self._announce_recovery(time.monotonic() - start, error)
                     return result
                 view_is_void = True
 
-    def _regroup(
+    def _make_groups(
         self, roster: Roster, store: Store, plan: RecoveryPlan, cancel_scope: CancelScope
     ) -> CallResult[Any] | None:
         """Make the groups of a view, and hand the result of the last call to workers behind."""
-        worker_context = moved(self._worker_context, roster, store, plan.members, cancel_scope)
-        group = everyone(worker_context)
-        self._found(ViewGroups(worker_context, group, plan.members, plan.origins, plan.turn))
-        self.pending = roster.number if plan.admits else 0
-        self.missed_turns.begin(plan.asked if self.worker in plan.behind else 0)
+        worker_context = move_to_view(
+            self._worker_context, roster, store, plan.members, cancel_scope
+        )
+        group = make_group_of_all(worker_context)
+        self._enter_groups(
+            ViewGroups(worker_context, group, plan.members, plan.origins, plan.failed_turn)
+        )
+        self.pending_view = roster.number if plan.is_admitting else 0
+        self.missed_turns.begin_repeating(
+            plan.repeated_answers if self.worker in plan.behind else 0
+        )
         return hand_over_result(group, plan, self._agreement.last)
 
-    def _found(self, groups: ViewGroups) -> None:
+    def _enter_groups(self, groups: ViewGroups) -> None:
         self.members, self._worker_context = groups.members, groups.worker_context
         self.generation += 1
-        self._heart.regroup(groups)
+        self._run.regroup(groups)
 
-    def _meet(self, store: Store, roster: Roster) -> dict[int, WorkerProgress] | None:
+    def _exchange_progress(self, store: Store, roster: Roster) -> dict[int, WorkerProgress] | None:
         """Exchange the progress of all workers of a view; None if they meet in a newer view.
 
         A worker may have heard of a newer view, and never come to this one. So the first word in
         the store counts for all workers: "go", or "void".
         """
         agreement, keys = self._agreement, [f"reach/{worker}" for worker in roster.workers]
-        origin = -1 if self.fresh else agreement.origins[agreement.group.rank]
+        origin = -1 if self.has_no_state else agreement.origins[agreement.group.rank]
         own_progress = WorkerProgress(
             origin,
             agreement.calls,
-            self._heart.turn(),
-            self.missed_turns.asked,
-            self.missed_turns.admits,
+            self._run.get_turn(),
+            self.missed_turns.answers_since_call,
+            self.missed_turns.is_admitting,
         )
-        store.put(f"reach/{self.worker}", own_progress.dump())
+        store.put(f"reach/{self.worker}", own_progress.to_list())
         word, deadline = "", time.monotonic() + self._worker_context.deadline
         while not word:
-            if store.has(keys):
-                word = store.first("word", "go")
-            elif self.orders.newer(roster.number, self._timings.meet_look) is not None:
-                word = store.first("word", "void")
+            if store.has_keys(keys):
+                word = store.set_if_absent("word", "go")
+            elif (
+                self.orders.wait_for_newer_view(roster.number, self._timings.meet_look) is not None
+            ):
+                word = store.set_if_absent("word", "void")
             elif time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"not all workers of view {roster.number} came together within "
@@ -271,186 +287,199 @@ class Recovery:
             else None
         )
 
-    def _say(self, seconds: float, error: PacelineError) -> None:
+    def _announce_recovery(self, seconds: float, error: PacelineError) -> None:
         """Announce the losses, the duration of the recovery, and the fate of unreplicated state."""
-        members_before, self._before = self._before, self.members
+        members_before, self._last_members = self._last_members, self.members
         lost_ranks = [
             str(rank) for rank, member in enumerate(members_before) if member not in self.members
         ]
-        cause = _lost(lost_ranks, self._heart.servers_lost()) or f"a connection broke ({error})"
+        cause = (
+            _describe_losses(lost_ranks, self._run.take_lost_servers())
+            or f"a connection broke ({error})"
+        )
         workers = f"{len(self.members)} worker{'s' * (len(self.members) > 1)}"
-        self._heart.lost(
+        self._run.announce_event(
             f"{cause}: {workers} went on after {seconds:.2f} s (view "
-            f"{self.view}){self._heart.fates(members_before)}"
+            f"{self.view}){self._run.describe_fates(members_before)}"
         )
 
-    def _armed(self, roster: Roster, members: tuple[int, ...]) -> CancelScope:
+    def _arm_view(self, roster: Roster, members: tuple[int, ...]) -> CancelScope:
         """Make a scope that is cancelled as soon as one of these members is lost."""
         cancel_scope = CancelScope()
-        self.orders.arm(roster.number, frozenset(members), lambda: _trip(cancel_scope))
+        self.orders.watch_breaking_views(
+            roster.number, frozenset(members), lambda: _cancel_view(cancel_scope)
+        )
         return cancel_scope
 
     # ---- joining
 
-    def depart(self) -> None:
+    def finish_sending(self) -> None:
         """Wait until all data that this worker sends has arrived, before it leaves."""
-        self._heart.depart()
+        self._run.finish_sending()
 
-    def news(self) -> list[Any]:
+    def collect_news(self) -> list[Any]:
         """Collect the news of this worker, which are sent when all hand over their logs."""
-        return [self.orders.latest, self._heart.figures()]
+        return [self.orders.latest_view, self._run.collect_news()]
 
-    def hear(self, news: Sequence[Any]) -> None:
+    def hear_news(self, news: Sequence[Any]) -> None:
         """Handle the news of all workers."""
         # The minimum is the newest view of which all workers have heard.
-        self.note(min(latest for latest, _ in news))
-        self._heart.hear([figures for _, figures in news], self.members)
+        self.note_view(min(latest for latest, _ in news))
+        self._run.hear_news([figures for _, figures in news], self.members)
 
-    def note(self, latest: int) -> None:
+    def note_view(self, latest: int) -> None:
         """Note that all workers know the view `latest`, so its new workers can be let in."""
-        if latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members}:
-            self.pending = latest
+        if latest > self.view and not {*self.orders.find_roster(latest).workers} <= {*self.members}:
+            self.pending_view = latest
 
     @property
-    def waited(self) -> bool:
+    def has_waiting_workers(self) -> bool:
         """Whether a worker waits to be let in, as far as this worker knows."""
-        latest = self.orders.latest
-        return self.pending > 0 or (
-            latest > self.view and not {*self.orders.roster(latest).workers} <= {*self.members}
+        latest = self.orders.latest_view
+        return self.pending_view > 0 or (
+            latest > self.view and not {*self.orders.find_roster(latest).workers} <= {*self.members}
         )
 
     @property
-    def short(self) -> bool:
+    def lacks_workers(self) -> bool:
         """Whether fewer workers are left than the job needs."""
         return len(self.members) < self._worker_context.place.min_workers
 
-    def wait(self) -> None:
+    def wait_for_workers(self) -> None:
         """Wait until there are enough workers, and agree on the view that lets new ones in.
 
         Collective. The launchers may end the job in the meantime.
         """
         while (
-            len(self.orders.roster(self.orders.latest).workers)
+            len(self.orders.find_roster(self.orders.latest_view).workers)
             < self._worker_context.place.min_workers
         ):
-            self.orders.newer(self.orders.latest, self._timings.look)
-        self.note(
+            self.orders.wait_for_newer_view(self.orders.latest_view, self._timings.look)
+        self.note_view(
             min(
                 int(body)
-                for body in self._agreement.meet("enough workers", str(self.orders.latest).encode())
+                for body in self._agreement.meet(
+                    "enough workers", str(self.orders.latest_view).encode()
+                )
             )
         )
 
-    def admit(self, prepare: Callable[[], None]) -> None:
+    def admit_workers(self, prepare: Callable[[], None]) -> None:
         """Let waiting workers in, between two turns. Collective.
 
         `prepare` comes first. It may make collective calls.
         """
-        with self.missed_turns.admission():
+        with self.missed_turns.mark_admission():
             prepare()
-            self._agreement.attempt_call(self._admit)
+            self._agreement.attempt_call(self._admit_pending)
 
-    def _admit(self) -> None:
-        view, self.pending = max(self.view, self.pending), 0
-        roster = self.orders.roster(view)
+    def _admit_pending(self) -> None:
+        view, self.pending_view = max(self.view, self.pending_view), 0
+        roster = self.orders.find_roster(view)
         if {*roster.workers} <= {*self.members}:
             return
         # The first worker decides which workers join. The others hear it in the old group, because
         # the new workers may be lost meanwhile.
         accepted, refused = json.loads(
             self._agreement.tell_everyone(
-                "who comes", lambda: json.dumps(self._look(roster)).encode()
+                "who comes", lambda: json.dumps(self._check_new_workers(roster)).encode()
             )
         )
         self.view = view
         if refused:
-            self._heart.lost(
+            self._run.announce_event(
                 f"{len(refused)} new worker(s) were refused: they have another model or another "
                 "version of paceline; start them with the same script and version"
             )
         if accepted:
-            self._let_in(roster, tuple(accepted))
+            self._add_workers(roster, tuple(accepted))
         else:
-            self.orders.arm(
-                view, frozenset(self.members), lambda: _trip(self._worker_context.cancel_scope)
+            self.orders.watch_breaking_views(
+                view,
+                frozenset(self.members),
+                lambda: _cancel_view(self._worker_context.cancel_scope),
             )
 
-    def _look(self, roster: Roster) -> tuple[list[int], list[int]]:
+    def _check_new_workers(self, roster: Roster) -> tuple[list[int], list[int]]:
         """Divide the new workers of a view into those with the same model and those without.
 
         Writes the answer for them into the store. Both lists are empty if a newer view has come.
         """
         digests: dict[int, str] = {}
         new = [worker for worker in roster.workers if worker not in self.members]
-        with contextlib.suppress(*LOSSES):
-            store = open_store(self._worker_context, roster, CancelScope()).sub(
+        with contextlib.suppress(*RECOVERABLE_ERRORS):
+            store = connect_store(self._worker_context, roster, CancelScope()).open_substore(
                 f"view{roster.number}"
             )
             # Each new worker has written the digest of its model. Wait for all of them.
             deadline = time.monotonic() + self._timings.form
             while (
                 len(digests) < len(new)
-                and self.orders.latest == roster.number
+                and self.orders.latest_view == roster.number
                 and time.monotonic() < deadline
             ):
                 worker = new[len(digests)]
                 with contextlib.suppress(DeadlineExceeded):
                     digests[worker] = store.take(f"form/{worker}", self._timings.look)
-            accepted = [worker for worker in new if digests.get(worker) == self._heart.form()]
+            accepted = [
+                worker for worker in new if digests.get(worker) == self._run.compute_model_digest()
+            ]
             refused = [worker for worker in digests if worker not in accepted]
-            if self.orders.latest == roster.number:
-                invitation = _invitation(
-                    self._agreement, self.members, accepted, self._heart.join_info()
+            if self.orders.latest_view == roster.number:
+                invitation = _make_invitation(
+                    self._agreement, self.members, accepted, self._run.join_info()
                 )
                 store.put("admitted", invitation | {"refused": refused})
                 return accepted, refused
         return [], []
 
-    def _let_in(self, roster: Roster, new_workers: tuple[int, ...]) -> None:
+    def _add_workers(self, roster: Roster, new_workers: tuple[int, ...]) -> None:
         """Make groups with these new workers, and send them the state. Collective."""
         members, old_size = (*self.members, *new_workers), len(self.members)
-        invitation = _invitation(
-            self._agreement, self.members, new_workers, self._heart.join_info()
+        invitation = _make_invitation(
+            self._agreement, self.members, new_workers, self._run.join_info()
         )
-        cancel_scope = self._armed(roster, members)
-        store = open_store(self._worker_context, roster, cancel_scope).sub(f"view{roster.number}")
-        worker_context = moved(
-            self._worker_context, roster, store.sub("let in"), members, cancel_scope
+        cancel_scope = self._arm_view(roster, members)
+        store = connect_store(self._worker_context, roster, cancel_scope).open_substore(
+            f"view{roster.number}"
         )
-        self._found(
+        worker_context = move_to_view(
+            self._worker_context, roster, store.open_substore("let in"), members, cancel_scope
+        )
+        self._enter_groups(
             ViewGroups(
                 worker_context,
-                everyone(worker_context),
+                make_group_of_all(worker_context),
                 members,
                 invitation["origins"],
-                layout=invitation["layout"],
+                join_info=invitation["layout"],
             )
         )
-        self._hand_over(old_size)
+        self._hand_over_state(old_size)
         self._agreement.meet("let in")
-        self._welcome(old_size)
+        self._announce_new_workers(old_size)
 
-    def _welcome(self, old_size: int) -> None:
-        self._before = self.members
+    def _announce_new_workers(self, old_size: int) -> None:
+        self._last_members = self.members
         ranks = ", ".join(str(rank) for rank in range(old_size, len(self.members)))
-        self._heart.lost(
+        self._run.announce_event(
             f"rank {ranks} has come: {len(self.members)} workers go on (view {self.view})"
         )
 
-    def _hand_over(self, old_size: int) -> None:
+    def _hand_over_state(self, old_size: int) -> None:
         """Send the state to the new workers, which have the ranks from `old_size` on."""
         odd_ranks = hand_over_state(
-            self._agreement.group, self._worker_context.cluster.where(), old_size, self._heart
+            self._agreement.group, self._worker_context.cluster.host_by_rank(), old_size, self._run
         )
-        self.fresh = False
+        self.has_no_state = False
         if odd_ranks:
-            self._heart.lost(
+            self._run.announce_event(
                 f"rank {', '.join(map(str, odd_ranks))} has other parameters than most workers"
             )
 
-    def join(self) -> None:
+    def join_run(self) -> None:
         """Wait to be let in, and load the state of the other workers."""
-        events.ready(self._worker_context.place)
+        events.report_ready(self._worker_context.place)
         # One request for each view. The workers that train hear of views later, so they may answer
         # in an earlier one.
         requests: list[JoinRequest] = []
@@ -460,8 +489,10 @@ class Recovery:
             f"{self._worker_context.deadline:g} s; start it again"
         )
         last_error: PacelineError = timeout_error
-        while self.fresh:
-            if (roster := self.orders.newer(newest_view, self._timings.join_look)) is not None:
+        while self.has_no_state:
+            if (
+                roster := self.orders.wait_for_newer_view(newest_view, self._timings.join_look)
+            ) is not None:
                 newest_view, last_error, deadline = (
                     roster.number,
                     timeout_error,
@@ -474,66 +505,76 @@ class Recovery:
                 raise last_error
             for request in list(requests):
                 try:
-                    if self._opens(request):
-                        self._enter(request)
+                    if self._has_answer(request):
+                        self._enter_view(request)
                         break
-                except LOSSES as error:
+                except RECOVERABLE_ERRORS as error:
                     requests.remove(request)
                     # A worker that trains was lost, too. A newer view comes soon, or no worker is
                     # left to join.
                     if request.roster.number == newest_view:
                         last_error, deadline = error, time.monotonic() + self._timings.view
         self._agreement.attempt_call(
-            lambda: self._agreement.meet("let in") if self.generation == 1 else self._admit()
+            lambda: (
+                self._agreement.meet("let in") if self.generation == 1 else self._admit_pending()
+            )
         )
 
-    def _opens(self, request: JoinRequest) -> bool:
+    def _has_answer(self, request: JoinRequest) -> bool:
         """Whether the workers that train have answered in this view."""
-        if request.here is None:
-            request.here = open_store(
+        if request.store is None:
+            request.store = connect_store(
                 self._worker_context, request.roster, request.cancel_scope
-            ).sub(f"view{request.roster.number}")
-            request.here.put(f"form/{self.worker}", self._heart.form())
-            request.here.put(f"reach/{self.worker}", WorkerProgress(-1).dump())
+            ).open_substore(f"view{request.roster.number}")
+            request.store.put(f"form/{self.worker}", self._run.compute_model_digest())
+            request.store.put(f"reach/{self.worker}", WorkerProgress(-1).to_list())
         # After a loss all workers of a view write their progress, and this worker isn't let in.
         # `decide` raises if no worker with state is left.
-        if request.here.has([f"reach/{worker}" for worker in request.roster.workers]):
-            decide(
+        if request.store.has_keys([f"reach/{worker}" for worker in request.roster.workers]):
+            make_recovery_plan(
                 {
-                    worker: WorkerProgress(*request.here.take(f"reach/{worker}"))
+                    worker: WorkerProgress(*request.store.take(f"reach/{worker}"))
                     for worker in request.roster.workers
                 }
             )
-        return request.here.has(["admitted"])
+        return request.store.has_keys(["admitted"])
 
-    def _enter(self, request: JoinRequest) -> None:
+    def _enter_view(self, request: JoinRequest) -> None:
         """Enter the groups of a view as a new worker, and load the state."""
-        assert request.here is not None
-        invitation = request.here.take("admitted")
+        assert request.store is not None
+        invitation = request.store.take("admitted")
         roster, members = request.roster, tuple(invitation["members"])
         if self.worker not in members:
-            raise _turned_away(self._timings.form, refused=self.worker in invitation["refused"])
-        self.orders.arm(roster.number, frozenset(members), lambda: _trip(request.cancel_scope))
-        worker_context = moved(
-            self._worker_context, roster, request.here.sub("let in"), members, request.cancel_scope
+            raise _make_refusal_error(
+                self._timings.form, refused=self.worker in invitation["refused"]
+            )
+        self.orders.watch_breaking_views(
+            roster.number, frozenset(members), lambda: _cancel_view(request.cancel_scope)
+        )
+        worker_context = move_to_view(
+            self._worker_context,
+            roster,
+            request.store.open_substore("let in"),
+            members,
+            request.cancel_scope,
         )
         self._agreement.skip_calls(invitation["calls"])
         self.generation, self.view = 0, roster.number
-        self._found(
+        self._enter_groups(
             ViewGroups(
                 worker_context,
-                everyone(worker_context),
+                make_group_of_all(worker_context),
                 members,
                 tuple(invitation["origins"]),
-                layout=invitation["layout"],
+                join_info=invitation["layout"],
             )
         )
-        self._hand_over(invitation["old"])
-        self._welcome(invitation["old"])
-        self._survive()
+        self._hand_over_state(invitation["old"])
+        self._announce_new_workers(invitation["old"])
+        self._enable_survival()
 
 
-def _turned_away(seconds: float, *, refused: bool) -> PacelineError:
+def _make_refusal_error(seconds: float, *, refused: bool) -> PacelineError:
     """Make the error of a worker that was not let in: it was refused, or came too late."""
     if refused:
         return Mismatch(
@@ -546,7 +587,7 @@ def _turned_away(seconds: float, *, refused: bool) -> PacelineError:
     )
 
 
-def _lost(ranks: Sequence[str], servers: list[str]) -> str:
+def _describe_losses(ranks: Sequence[str], servers: list[str]) -> str:
     """Describe which ranks and servers were lost; empty if none were."""
     names = [f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"] * bool(ranks) + servers
     return (
@@ -556,11 +597,11 @@ def _lost(ranks: Sequence[str], servers: list[str]) -> str:
     )
 
 
-def _trip(cancel_scope: CancelScope) -> None:
+def _cancel_view(cancel_scope: CancelScope) -> None:
     cancel_scope.trip(ViewChanged("the workers are others now"))
 
 
-def _invitation(
+def _make_invitation(
     agreement: Agreement, members: tuple[int, ...], new_workers: Sequence[int], layout: Any
 ) -> dict[str, Any]:
     """Make the facts that new workers need to enter the groups."""

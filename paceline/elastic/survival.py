@@ -26,7 +26,7 @@ class Collector(Protocol):
         """Queue of samples for workers that are not in lockstep; None in lockstep."""
         ...
 
-    def between(self, recovery: Recovery) -> None:
+    def pause_between_turns(self, recovery: Recovery) -> None:
         """Hand over all logged values, between two steps. Collective."""
         ...
 
@@ -61,74 +61,76 @@ class Survival:
         save: Callable[[], Path],
         depart: Callable[[Callable[[], None]], NoReturn],
     ) -> None:
-        self.recovery, self._leaving, self._view, self._loop, self._prepared = (
+        self.recovery, self._departure, self._view, self._loop, self._prepared = (
             recovery,
             leaving,
             view,
             loop,
             prepared,
         )
-        self._collector, self._history, self._tally = collector, history, tally
+        self._collector, self._history, self._step_count = collector, history, tally
         self._save, self._depart = save, depart
-        self._joined = False
+        self._was_let_in = False
 
-    def begin(self) -> None:
+    def begin_surviving(self) -> None:
         """Survive losses from now on, as all workers are about to train.
 
         A worker that joins a running job waits here until it is let in.
         """
         checks.check_schedulers(self._prepared.optimizers, self._prepared.state.parts)
-        if not self.recovery.fresh:
-            self.recovery.arm()
+        if not self.recovery.has_no_state:
+            self.recovery.arm_recovery()
             return
-        self.recovery.join()
-        self._tally.enter()
-        self._view.enter()
-        self._joined = True
+        self.recovery.join_run()
+        self._step_count.enter_job()
+        self._view.take_part()
+        self._was_let_in = True
 
-    def take_joined(self) -> bool:
+    def take_joined_flag(self) -> bool:
         """Tell, once, whether this worker was let in. This happens in the middle of an epoch."""
-        joined, self._joined = self._joined, False
+        joined, self._was_let_in = self._was_let_in, False
         return joined
 
-    def generation(self, loader: ShareLoader) -> int:
+    def update_generation(self, loader: ShareLoader) -> int:
         """Number of changes of the group of workers, after waiting workers were let in.
 
         Loaders call this before each turn, and deal samples anew when the number changes. Workers
         are let in or leave only between two turns of training.
         """
         recovery, is_dynamic = self.recovery, self._collector.sample_queue is not None
-        if recovery.missed_turns.behind:
+        if recovery.missed_turns.is_behind:
             # Other workers took these turns before they learned of the loss. So does this one.
-            return recovery.missed_turns.repeat()
-        is_leaving = self._leaving.goes or (recovery.orders.leaving and is_dynamic)
+            return recovery.missed_turns.repeat_answer()
+        is_leaving = self._departure.has_to_leave or (recovery.orders.asked_to_leave and is_dynamic)
         if is_leaving and loader.terms.training and self._loop.turn is None:
-            self._depart(recovery.depart)
+            self._depart(recovery.finish_sending)
         # In a loop inside of another one, workers are not between two turns.
         training = [
             other for other in self._prepared.loaders if other.terms.training and other.under_way
         ]
         if training == [loader] and self._loop.turn is None and is_dynamic:
-            self._collector.between(recovery)
+            self._collector.pause_between_turns(recovery)
         elif training == [loader] and self._loop.turn is None:
-            if recovery.short and not recovery.pending:
-                self._wait_for_others()
-            if recovery.pending:
-                recovery.admit(self._loop.abilities.converge)
+            if recovery.lacks_workers and not recovery.pending_view:
+                self._wait_for_workers()
+            if recovery.pending_view:
+                recovery.admit_workers(self._loop.abilities.converge)
         return (
-            recovery.generation if is_dynamic else recovery.missed_turns.answer(recovery.generation)
+            recovery.generation
+            if is_dynamic
+            else recovery.missed_turns.record_answer(recovery.generation)
         )
 
     def step_ended(self, *_: Any) -> None:
         """Let a host leave if it was told to, when all workers are at the same step."""
         if not self._loop.apart:
-            self._leaving.step_ended()
+            self._departure.copy_before_leaving()
 
-    def _wait_for_others(self) -> None:
+    def _wait_for_workers(self) -> None:
         """Save, and wait for new workers, as fewer are left than the job needs."""
         path, place = self._save(), self._view.worker.place
         self._history.announce_event(
             f"{place.size} of {place.min_workers} workers are left: "
             f"saved {path.name}, and waiting for others"
         )
-        self.recovery.wait()
+        self.recovery.wait_for_workers()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.comm.agreement import CallDiscarded
 from paceline.elastic.rollback import Rollback
-from paceline.errors import LOSSES, PacelineError, WorkerLost
+from paceline.errors import RECOVERABLE_ERRORS, PacelineError, WorkerLost
 from paceline.loop.open_turns import OpenTurns
 from paceline.servers.run_tables import RunTables
 from paceline.sync.autograd import GradientTracker
@@ -44,67 +44,71 @@ class RecoverableTransaction(PlainTransaction):
         self._rollback, self._tables = rollback, tables
         self._step_state = backward.context.step_state
         self.failed = False
-        self._lost: PacelineError | None = None  # a loss in the pass under way
-        self._grads: dict[int, Tensor] = {}  # by parameter, before the first pass of the turn
+        self._loss_in_pass: PacelineError | None = None  # a loss in the pass under way
+        self._grads_before_turn: dict[
+            int, Tensor
+        ] = {}  # by parameter, before the first pass of the turn
         # By parameter, the gradients that passes without exchange had left when the turn began.
-        self._carried: dict[int, Tensor] = {}
+        self._carried_before_turn: dict[int, Tensor] = {}
 
-    def begin(self, *, leads: bool, passes: int) -> None:
+    def begin_turn(self, *, leads: bool, passes: int) -> None:
         self.failed = False
-        self._carried = self._backward.watched.copy_unsent() if self._armed else {}
+        self._carried_before_turn = (
+            self._backward.watched.copy_unsent() if self._survives_losses else {}
+        )
         if leads:
-            self._rollback.begin(passes)
-            self._tables.begin()
+            self._rollback.begin_turn(passes)
+            self._tables.begin_turn()
 
     @property
-    def _armed(self) -> bool:
+    def _survives_losses(self) -> bool:
         """Whether losses are survived yet. They are from the first epoch on."""
         return self._agreement.recovery is not None
 
     @property
-    def _closed(self) -> bool:
+    def _exchanges_nothing(self) -> bool:
         """Whether this turn exchanges nothing more."""
         return self._step_state.exchange_closed and self._sync.exchanges_in_backward
 
     # ---- a backward pass
 
-    def deliver(self) -> Deliver:
-        return self._take
+    def gradient_receiver(self) -> Deliver:
+        return self._deliver_gradient
 
-    def _take(self, number: int, grad: Tensor, scale: float) -> None:
-        if self._lost is not None or self._closed:
+    def _deliver_gradient(self, number: int, grad: Tensor, scale: float) -> None:
+        if self._loss_in_pass is not None or self._exchanges_nothing:
             return
         try:
-            self._sync.ready(number, grad, scale)
-        except LOSSES as error:
-            if not self._armed:
+            self._sync.take_gradient(number, grad, scale)
+        except RECOVERABLE_ERRORS as error:
+            if not self._survives_losses:
                 raise
             # It is raised later, in `exchange`, so that all workers learn of it together.
-            self._lost = error
+            self._loss_in_pass = error
 
-    def exchange(self, act: Callable[[], Addends]) -> Addends:
-        if self._armed and not self._backward.passes and not self.failed:
-            self._grads = self._backward.watched.copy_priors()
+    def end_backward(self, act: Callable[[], Addends]) -> Addends:
+        if self._survives_losses and not self._backward.passes and not self.failed:
+            self._grads_before_turn = self._backward.watched.copy_priors()
         if not self._sync.exchanges_in_backward:
-            if self._armed:
-                self._lost = None  # the strategy finds out when the optimizer steps
+            if self._survives_losses:
+                self._loss_in_pass = None  # the strategy finds out when the optimizer steps
             return act()
-        if not self._closed:
+        if not self._exchanges_nothing:
             try:
-                return self._agreement.settle_call(lambda: self._unless_lost(act), "backward")
+                return self._agreement.settle_call(lambda: self._act_unless_lost(act), "backward")
             except CallDiscarded as error:
-                self._check_turn(error)
-        self._lost = None
-        self._fail()
+                self._check_repeatable(error)
+        self._loss_in_pass = None
+        self._fail_turn()
         return self._backward.watched.make_zeros()
 
-    def _unless_lost(self, act: Callable[[], Addends]) -> Addends:
-        lost, self._lost = self._lost, None
+    def _act_unless_lost(self, act: Callable[[], Addends]) -> Addends:
+        lost, self._loss_in_pass = self._loss_in_pass, None
         if lost is not None:
             raise lost
         return act()
 
-    def _check_turn(self, error: CallDiscarded) -> None:
+    def _check_repeatable(self, error: CallDiscarded) -> None:
         """Raise `WorkerLost` if the turn can't be dealt again."""
         if not self._step_state.exchange_closed:
             text = (
@@ -113,44 +117,44 @@ class RecoverableTransaction(PlainTransaction):
             )
             raise WorkerLost(f"a worker was lost, and {text}: resume from a checkpoint") from error
 
-    def _fail(self) -> None:
+    def _fail_turn(self) -> None:
         """Note that this turn can't be completed, on any worker."""
         self.failed = True
         self._sync.abort()
 
     # ---- a step
 
-    def stepping(self, *, remote: bool) -> None:
+    def note_step(self, *, remote: bool) -> None:
         if self._turns.leader is not None:
-            self._rollback.stepping(elsewhere=remote)
+            self._rollback.prepare_step(elsewhere=remote)
 
-    def step(
+    def step_remotely(
         self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
     ) -> T | None:
-        if apart or not self._armed:
-            result = super().step(act, what, apart=apart)
+        if apart or not self._survives_losses:
+            result = super().step_remotely(act, what, apart=apart)
         else:
             try:
                 result = act()  # it makes several calls
             except CallDiscarded as error:
-                self._check_turn(error)
+                self._check_repeatable(error)
                 if not self.failed:
-                    self._fail()
+                    self._fail_turn()
                 return None
         if last and self._turns.leader is not None:
-            self._rollback.stepped()
+            self._rollback.note_step()
         return result
 
     # ---- rows
 
-    def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
+    def gather_rows(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         progress = self._turns.innermost
-        if progress is None or not self._armed:
-            return super().collective(act, nothing)
+        if progress is None or not self._survives_losses:
+            return super().gather_rows(act, nothing)
         leads = progress is self._turns.leader
-        if not progress.ask_rows() or self.failed:
+        if not progress.needs_rows() or self.failed:
             return nothing
-        if leads and self._comes_again:
+        if leads and self._is_dealt_again:
             return nothing
         try:
             rows = self._agreement.settle_call(act)
@@ -158,20 +162,20 @@ class RecoverableTransaction(PlainTransaction):
             if not leads:
                 progress.discard()
                 return nothing
-            return nothing if self._comes_again else self._agreement.attempt_call(act)
+            return nothing if self._is_dealt_again else self._agreement.attempt_call(act)
         progress.keep_rows()
         return rows
 
     @property
-    def _comes_again(self) -> bool:
+    def _is_dealt_again(self) -> bool:
         """Whether the turn under way will be dealt again."""
         return self._step_state.exchange_closed and not self._backward.passes
 
     # ---- the end
 
-    def rollback(self) -> None:
+    def roll_back(self) -> None:
         if self.failed:
             self.failed = False
-            self._backward.restore(self._grads, self._carried)
-        self._rollback.back()
-        self._tables.back()
+            self._backward.restore_gradients(self._grads_before_turn, self._carried_before_turn)
+        self._rollback.restore_turn()
+        self._tables.undo_turn()

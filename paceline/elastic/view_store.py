@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistError
 
-from paceline.cluster.control.commands import PORTS, Roster
+from paceline.cluster.control.commands import PORT_COUNT, Roster
 from paceline.cluster.discover import Place
-from paceline.cluster.store import Store, address, hosts
+from paceline.cluster.store import Store, discover_hosts, find_own_address
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.native import sockets
 from paceline.errors import WorkerLost
@@ -27,13 +27,13 @@ else:
     from torch.distributed import TCPStore
 
 
-def serve(place: Place) -> Any:
+def serve_store(place: Place) -> Any:
     """Serve the store for the views in which this worker is the first one."""
     # The launcher has opened the listening socket. The store closes its descriptor at its end, so
     # it gets a copy.
     assert place.store_fd is not None and place.worker is not None
     descriptor = os.dup(place.store_fd)
-    where, seconds = (address(place), place.worker % PORTS), timedelta(seconds=30)
+    where, seconds = (find_own_address(place), place.worker % PORT_COUNT), timedelta(seconds=30)
     return TCPStore(
         *where,
         None,
@@ -45,7 +45,9 @@ def serve(place: Place) -> Any:
     )
 
 
-def open_store(worker_context: WorkerContext, roster: Roster, cancel_scope: CancelScope) -> Store:
+def connect_store(
+    worker_context: WorkerContext, roster: Roster, cancel_scope: CancelScope
+) -> Store:
     """Connect to the store of a view, until `cancel_scope` trips.
 
     Raises `WorkerLost` if it can't be reached.
@@ -75,11 +77,15 @@ def open_store(worker_context: WorkerContext, roster: Roster, cancel_scope: Canc
     )
     cancel_scope.register_end(lambda error: sockets.sever_connections(client_sockets))
     return Store(
-        client, place.secret, path="paceline", deadline=worker_context.deadline, start=roster.mark
+        client,
+        place.secret,
+        path="paceline",
+        deadline=worker_context.deadline,
+        start=roster.unique_text,
     )
 
 
-def moved(
+def move_to_view(
     worker_context: WorkerContext,
     roster: Roster,
     store: Store,
@@ -107,7 +113,7 @@ def moved(
         worker_context,
         place=place,
         store=store,
-        cluster=hosts(store, place),
+        cluster=discover_hosts(store, place),
         natives=0,
         cancel_scope=cancel_scope,
     )

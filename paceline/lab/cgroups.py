@@ -23,7 +23,7 @@ _ROUNDS: Final = 20  # in which all processes are moved, or more are started tha
 
 
 @dataclass(frozen=True)
-class Mounts:
+class KernelMounts:
     """The kernel's lists of mounted file systems and of this process's groups: other files in
     tests.
     """
@@ -33,7 +33,7 @@ class Mounts:
 
 
 @dataclass(frozen=True)
-class Base:
+class CgroupBase:
     """The group of this process, or one above it, under which groups with this controller can be
     made.
     """
@@ -43,14 +43,14 @@ class Base:
     folder: Path
 
 
-def find(controller: str, mounts: Mounts | None = None) -> Base:
+def find_base(controller: str, mounts: KernelMounts | None = None) -> CgroupBase:
     """Find out where groups with this controller (`cpu` or `memory`) can be made;
     `ResourceError` says why not.
     """
-    mounts = mounts or Mounts()
+    mounts = mounts or KernelMounts()
     try:
         lines = [line.split(":", 2) for line in mounts.cgroup.read_text().splitlines()]
-        table = [_mount(line) for line in mounts.mountinfo.read_text().splitlines()]
+        table = [_parse_mount(line) for line in mounts.mountinfo.read_text().splitlines()]
     except OSError as error:
         raise ResourceError(
             f"control groups can't be looked up ({error}): quotas need Linux with /proc"
@@ -59,16 +59,20 @@ def find(controller: str, mounts: Mounts | None = None) -> Base:
         if controller in controllers.split(","):
             for kind, options, root, point in table:
                 if kind == "cgroup" and controller in options:
-                    return Base(controller, 1, _writable(_below(point, root, path), controller))
+                    return CgroupBase(
+                        controller, 1, _check_writable(_find_below(point, root, path), controller)
+                    )
     for _, controllers, path in lines:
         if not controllers:
             for kind, _, root, point in table:
-                here = _below(point, root, path)
-                if kind == "cgroup2" and controller in _words(
+                here = _find_below(point, root, path)
+                if kind == "cgroup2" and controller in _read_words(
                     point / "cgroup.controllers", here / "cgroup.controllers"
                 ):
-                    return Base(
-                        controller, 2, _writable(_delegating(point, here, controller), controller)
+                    return CgroupBase(
+                        controller,
+                        2,
+                        _check_writable(_find_delegating(point, here, controller), controller),
                     )
     raise ResourceError(
         f"this kernel offers no control group with the {controller} controller: "
@@ -81,7 +85,7 @@ class Cgroup:
     folder).
     """
 
-    def __init__(self, name: str, bases: Iterable[Base]) -> None:
+    def __init__(self, name: str, bases: Iterable[CgroupBase]) -> None:
         self._bases = {base.controller: base for base in bases}
         self._folders = {base.controller: base.folder / name for base in self._bases.values()}
 
@@ -95,7 +99,7 @@ class Cgroup:
         """The controllers that can limit this host."""
         return frozenset(self._bases)
 
-    def make(self) -> None:
+    def make_folders(self) -> None:
         """Make the folders."""
         for folder in self.folders:
             try:
@@ -111,10 +115,10 @@ class Cgroup:
         quota = None if processors is None else max(_LEAST_QUOTA, round(processors * _PERIOD))
         folder = self._folders["cpu"]
         if self._bases["cpu"].version == 2:
-            _write(folder / "cpu.max", f"{'max' if quota is None else quota} {_PERIOD}")
+            _write_file(folder / "cpu.max", f"{'max' if quota is None else quota} {_PERIOD}")
         else:
-            _write(folder / "cpu.cfs_period_us", str(_PERIOD))
-            _write(folder / "cpu.cfs_quota_us", str(-1 if quota is None else quota))
+            _write_file(folder / "cpu.cfs_period_us", str(_PERIOD))
+            _write_file(folder / "cpu.cfs_quota_us", str(-1 if quota is None else quota))
 
     def limit_memory(self, nbytes: int) -> None:
         """Let the host use so many bytes at most; the kernel ends processes that want more.
@@ -123,15 +127,15 @@ class Cgroup:
         """
         folder = self._folders["memory"]
         if self._bases["memory"].version == 2:
-            _write(folder / "memory.max", str(nbytes))
+            _write_file(folder / "memory.max", str(nbytes))
             if (folder / "memory.swap.max").exists():
-                _write(folder / "memory.swap.max", "0")
+                _write_file(folder / "memory.swap.max", "0")
         else:
-            _write(folder / "memory.limit_in_bytes", str(nbytes))
+            _write_file(folder / "memory.limit_in_bytes", str(nbytes))
             if (folder / "memory.memsw.limit_in_bytes").exists():
-                _write(folder / "memory.memsw.limit_in_bytes", str(nbytes))
+                _write_file(folder / "memory.memsw.limit_in_bytes", str(nbytes))
 
-    def entrances(self, controllers: Container[str] = ("cpu", "memory")) -> tuple[Path, ...]:
+    def list_entry_files(self, controllers: Container[str] = ("cpu", "memory")) -> tuple[Path, ...]:
         """Return the files to which a process writes its number so that these controllers limit
         it.
         """
@@ -140,11 +144,11 @@ class Cgroup:
         ]
         return tuple(folder / "cgroup.procs" for folder in dict.fromkeys(wanted))
 
-    def admit(self, controller: str, living: Callable[[], Iterable[int]]) -> None:
+    def admit_processes(self, controller: str, living: Callable[[], Iterable[int]]) -> None:
         """Let this controller limit processes that run already, and those that they start
         meanwhile.
         """
-        (entrance,) = self.entrances((controller,))
+        (entrance,) = self.list_entry_files((controller,))
         for _ in range(_ROUNDS):
             outside = set(living()) - {int(pid) for pid in entrance.read_text().split()}
             if not outside:
@@ -164,13 +168,13 @@ class Cgroup:
             "set the quota before they run"
         )
 
-    def remove(self) -> None:
+    def remove_folders(self) -> None:
         """Remove the folders, once no process is inside. Calling it twice is harmless."""
         for folder in self.folders:
-            remove(folder)
+            remove_group(folder)
 
 
-def remove(folder: Path) -> None:
+def remove_group(folder: Path) -> None:
     """Remove a group, whose processes may still be ending."""
     end = time.monotonic() + _REMOVE_SECONDS
     while True:
@@ -190,17 +194,17 @@ def remove(folder: Path) -> None:
             time.sleep(0.01)
 
 
-def orphans(bases: Iterable[Base]) -> list[Path]:
+def list_orphans(bases: Iterable[CgroupBase]) -> list[Path]:
     """List all groups of this user's labs under these bases.
 
     Those of other users are theirs, also where no process is inside yet.
     """
     return sorted(
-        {folder for base in bases for folder in base.folder.glob(f"{PREFIX}*") if _owned(folder)}
+        {folder for base in bases for folder in base.folder.glob(f"{PREFIX}*") if _is_owned(folder)}
     )
 
 
-def _owned(folder: Path) -> bool:
+def _is_owned(folder: Path) -> bool:
     try:
         state = folder.lstat()
     except FileNotFoundError:
@@ -208,14 +212,14 @@ def _owned(folder: Path) -> bool:
     return stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid()
 
 
-def _mount(line: str) -> tuple[str, frozenset[str], str, Path]:
+def _parse_mount(line: str) -> tuple[str, frozenset[str], str, Path]:
     """Parse a line of mountinfo: kind, options of the file system, root and mount point."""
     left, _, right = line.partition(" - ")
     fields, (kind, _, *options) = left.split(), right.split()
     return kind, frozenset(",".join(options).split(",")), fields[3], Path(fields[4])
 
 
-def _below(point: Path, root: str, path: str) -> Path:
+def _find_below(point: Path, root: str, path: str) -> Path:
     """Return the folder of a group whose hierarchy is mounted at `point`, from its group `root`
     on (in containers that isn't the first).
     """
@@ -225,16 +229,16 @@ def _below(point: Path, root: str, path: str) -> Path:
     return point
 
 
-def _delegating(point: Path, folder: Path, controller: str) -> Path:
+def _find_delegating(point: Path, folder: Path, controller: str) -> Path:
     """Return the nearest group of version 2, from here up, whose children have this controller,
     or may be given it (then they are).
     """
     candidate = folder
     while True:
         switch = candidate / "cgroup.subtree_control"
-        if controller in _words(switch):
+        if controller in _read_words(switch):
             return candidate
-        if controller in _words(candidate / "cgroup.controllers"):
+        if controller in _read_words(candidate / "cgroup.controllers"):
             try:
                 # refused while processes are inside, but in the first group
                 switch.write_text(f"+{controller}")
@@ -252,7 +256,7 @@ def _delegating(point: Path, folder: Path, controller: str) -> Path:
         candidate = candidate.parent
 
 
-def _writable(folder: Path, controller: str) -> Path:
+def _check_writable(folder: Path, controller: str) -> Path:
     if not os.access(folder, os.W_OK):
         raise ResourceError(
             f"the control group {folder} ({controller}) can't be written: quotas need root"
@@ -260,7 +264,7 @@ def _writable(folder: Path, controller: str) -> Path:
     return folder
 
 
-def _words(*files: Path) -> list[str]:
+def _read_words(*files: Path) -> list[str]:
     words: list[str] = []
     for file in files:
         if file.exists():
@@ -268,7 +272,7 @@ def _words(*files: Path) -> list[str]:
     return words
 
 
-def _write(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text)
     except OSError as error:

@@ -28,12 +28,11 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 
 from paceline import notation
 from paceline.errors import NotationError, UsageError
-from paceline.formatting import choices
-from paceline.lab.description import Description, Rate, rate
-from paceline.lab.description import spell as spell_rate
+from paceline.formatting import format_choices
+from paceline.lab.description import Description, Rate, parse_rate, spell_rate
 
 
-class _Written:
+class _NotedFault:
     """Gives a fault its notation as `repr`: the verb, which is the class's name in small
     letters, with all arguments but defaults.
     """
@@ -57,7 +56,7 @@ class _Written:
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Kill(_Written):
+class Kill(_NotedFault):
     """Sends SIGKILL to this rank's process.
 
     >>> cluster.run("train.py", faults=[lab.kill(rank=1, step=10)])
@@ -68,7 +67,7 @@ class Kill(_Written):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Stop(_Written):
+class Stop(_NotedFault):
     """Stops the process of a rank, and its readers, for some seconds (SIGSTOP, then SIGCONT).
 
     >>> cluster.run("train.py", faults=[lab.stop(rank=1, step=10, seconds=2.0)])
@@ -80,7 +79,7 @@ class Stop(_Written):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Cut(_Written):
+class Cut(_NotedFault):
     """Cuts this host off for so many seconds: no packet gets in or out, and no process is notified.
 
     >>> cluster.run("train.py", faults=[lab.cut(host=1, step=10, seconds=2.0)])
@@ -92,7 +91,7 @@ class Cut(_Written):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Slow(_Written):
+class Slow(_NotedFault):
     """Leaves this host `factor` of its processors, for so many seconds or to the end.
 
     >>> cluster.run("train.py", faults=[lab.slow(host=1, factor=0.5, step=10)])
@@ -109,7 +108,7 @@ class Slow(_Written):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Link(_Written):
+class Link(_NotedFault):
     """Changes the rate of a host's link ("10mbit", or bits per second), for a time or to the end.
 
     >>> cluster.run("train.py", faults=[lab.link(host=1, bandwidth="10mbit", step=10, seconds=5.0)])
@@ -139,18 +138,18 @@ class Link(_Written):
             )
         for name in ("bandwidth", "up", "down"):
             if getattr(self, name) is not None:
-                rate(getattr(self, name), f"{self!r}: {name}")
+                parse_rate(getattr(self, name), f"{self!r}: {name}")
 
     def sides(self) -> tuple[Rate | None, Rate | None]:
         """Return the new limits of sending and receiving in bits per second; None: as before."""
         up, down = (
             side if self.bandwidth is None else self.bandwidth for side in (self.up, self.down)
         )
-        return None if up is None else rate(up), None if down is None else rate(down)
+        return None if up is None else parse_rate(up), None if down is None else parse_rate(down)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Crash(_Written):
+class Crash(_NotedFault):
     """Takes the power of a host: nothing leaves it any more, and all its processes are gone.
 
     >>> cluster.run("train.py", faults=[lab.crash(host=1, step=10)], min_workers=1)
@@ -163,7 +162,7 @@ class Crash(_Written):
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Join(_Written):
+class Join(_NotedFault):
     """Lets a host start its launcher only when the first worker of the others is at a step.
 
     >>> cluster.run("train.py", faults=[lab.join(host=1, step=10)], min_workers=1)
@@ -183,7 +182,7 @@ Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
-class Storm(_Written):
+class Storm(_NotedFault):
     """Draws faults of these kinds over the first `steps` steps.
 
     >>> cluster.run("train.py", faults=[lab.storm(seed=1, faults=3, kinds=("stop", "slow"))])
@@ -203,7 +202,7 @@ class Storm(_Written):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, least in (("seed", 0), ("faults", 1), ("steps", 1)):
             value = getattr(self, name)
-            if not _whole(value) or value < least:
+            if not _is_whole(value) or value < least:
                 raise UsageError(
                     f"{self!r}: {name} is {value!r}, and has to be "
                     f"a whole number of at least {least}"
@@ -211,13 +210,14 @@ class Storm(_Written):
         for kind in self.kinds:
             if kind not in _DRAWN:
                 raise UsageError(
-                    f"{self!r}: there is no kind {kind!r} in a storm; {choices(str(kind), _DRAWN)}"
+                    f"{self!r}: there is no kind {kind!r} in a storm; "
+                    f"{format_choices(str(kind), _DRAWN)}"
                 )
         if not self.kinds:
             raise UsageError(f"{self!r} has no kinds; possible: {', '.join(_DRAWN)}")
         if (
             len(self.seconds) != 2
-            or not all(map(_positive, self.seconds))
+            or not all(map(_is_positive, self.seconds))
             or self.seconds[0] > self.seconds[1]
         ):
             raise UsageError(
@@ -225,21 +225,24 @@ class Storm(_Written):
                 "longest, such as (0.5, 3.0)"
             )
 
-    def draw(self, cluster: Description, late: frozenset[int] = frozenset()) -> list[Fault]:
+    def draw_faults(self, cluster: Description, late: frozenset[int] = frozenset()) -> list[Fault]:
         """Draw the faults of this storm in that cluster, by step; the same every time.
 
         Hosts that are `late` are spared.
         """
         generator = random.Random(self.seed)
         hosts = [host for host in range(len(cluster.hosts)) if host not in late]
-        drawn = [self._one(generator, cluster, hosts) for _ in range(self.faults)]
+        drawn = [self._draw_one(generator, cluster, hosts) for _ in range(self.faults)]
         return sorted(drawn, key=lambda fault: fault.step)
 
-    def _one(self, generator: random.Random, cluster: Description, hosts: list[int]) -> Fault:
-        kind, step = self.kinds[_below(generator, len(self.kinds))], _below(generator, self.steps)
+    def _draw_one(self, generator: random.Random, cluster: Description, hosts: list[int]) -> Fault:
+        kind, step = (
+            self.kinds[_draw_below(generator, len(self.kinds))],
+            _draw_below(generator, self.steps),
+        )
         host, rank = (
-            hosts[_below(generator, len(hosts))],
-            _below(generator, sum(cluster.hosts[index].workers for index in hosts)),
+            hosts[_draw_below(generator, len(hosts))],
+            _draw_below(generator, sum(cluster.hosts[index].workers for index in hosts)),
         )
         shortest, longest = self.seconds
         seconds, part = (
@@ -282,27 +285,27 @@ VERBS: Final[notation.Vocabulary] = {
 }
 
 
-def parse(text: str) -> list[Fault | Storm]:
+def parse_faults(text: str) -> list[Fault | Storm]:
     """Parse the faults in `text`: one, or several in brackets.
 
     Raises `UsageError` with text, found and possible.
     """
     try:
-        parsed = notation.parse(text, VERBS)
+        parsed = notation.parse_notation(text, VERBS)
     except NotationError as error:
         raise NotationError(f"the fault {text!r}: {error}") from None
-    return collect([parsed], text)
+    return collect_faults([parsed], text)
 
 
-def collect(given: Any, text: str | None = None) -> list[Fault | Storm]:
+def collect_faults(given: Any, text: str | None = None) -> list[Fault | Storm]:
     """Collect faults in one flat list, from objects, texts and lists of both.
 
     Raises `UsageError` for anything else.
     """
     if isinstance(given, str):
-        return parse(given)
+        return parse_faults(given)
     if isinstance(given, list | tuple):
-        return [fault for item in given for fault in collect(item, text)]
+        return [fault for item in given for fault in collect_faults(item, text)]
     if not isinstance(given, Fault | Storm):
         raise UsageError(
             f"{given!r}{'' if text is None else f' in {text!r}'} is no fault: "
@@ -311,13 +314,13 @@ def collect(given: Any, text: str | None = None) -> list[Fault | Storm]:
     return [given]
 
 
-def script(given: Any, cluster: Description) -> list[Fault]:
+def list_faults(given: Any, cluster: Description) -> list[Fault]:
     """List all faults for a run in that cluster, storms drawn.
 
     Raises `UsageError` for a rank or host that it doesn't have.
     """
-    asked = collect(given)
-    late = absent(asked)
+    asked = collect_faults(given)
+    late = absent_hosts(asked)
     if len(late) == len(cluster.hosts):
         raise UsageError(
             f"every host of {cluster.name} is to join later, so there is no job to join: "
@@ -326,7 +329,7 @@ def script(given: Any, cluster: Description) -> list[Fault]:
     faults = [
         fault
         for item in asked
-        for fault in (item.draw(cluster, late) if isinstance(item, Storm) else [item])
+        for fault in (item.draw_faults(cluster, late) if isinstance(item, Storm) else [item])
     ]
     workers = sum(host.workers for index, host in enumerate(cluster.hosts) if index not in late)
     for fault in faults:
@@ -349,7 +352,7 @@ def script(given: Any, cluster: Description) -> list[Fault]:
     return faults
 
 
-def absent(faults: Iterable[Fault | Storm]) -> frozenset[int]:
+def absent_hosts(faults: Iterable[Fault | Storm]) -> frozenset[int]:
     """Return the hosts that the job starts without, since they join later: all that join, but
     for those that had crashed before.
     """
@@ -360,29 +363,29 @@ def absent(faults: Iterable[Fault | Storm]) -> frozenset[int]:
     )
 
 
-def _below(generator: random.Random, limit: int) -> int:
+def _draw_below(generator: random.Random, limit: int) -> int:
     # what Python promises to stay the same from one version to the next
     return int(generator.random() * limit)
 
 
-def _whole(value: object) -> bool:
+def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _positive(value: object) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-def _counted(value: Any) -> bool:
-    return _whole(value) and value >= 0
+def _is_count(value: Any) -> bool:
+    return _is_whole(value) and value >= 0
 
 
 _CHECKS: Final = {
-    "rank": (_counted, "the number of a worker, from 0 on"),
-    "host": (_counted, "the number of a host, from 0 on"),
-    "step": (_counted, "a number of steps taken, from 0 on"),
-    "seconds": (_positive, "a time in seconds, above 0"),
-    "factor": (lambda value: _positive(value) and value <= 1, "above 0, and 1 at most"),
+    "rank": (_is_count, "the number of a worker, from 0 on"),
+    "host": (_is_count, "the number of a host, from 0 on"),
+    "step": (_is_count, "a number of steps taken, from 0 on"),
+    "seconds": (_is_positive, "a time in seconds, above 0"),
+    "factor": (lambda value: _is_positive(value) and value <= 1, "above 0, and 1 at most"),
 }
 _UNLIMITED: Final = 10**9  # what a link without a limit counts as in a storm (bits per second)
 _SLOWEST: Final = 100_000

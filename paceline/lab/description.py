@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from paceline.cluster.launcher.request import PLACEMENTS, Placement
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 
 Rate: TypeAlias = int  # bits per second
 
@@ -93,7 +93,7 @@ class Description:
     source: str = field(default="", compare=False)  # where it was read, for messages
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_cluster(self)
 
     @property
     def workers(self) -> int:
@@ -107,22 +107,22 @@ class Description:
             return names.index(name)
         if name.isdigit() and int(name) < len(names):
             return int(name)
-        raise UsageError(f"there is no host {name} in {self.name}; {choices(name, names)}")
+        raise UsageError(f"there is no host {name} in {self.name}; {format_choices(name, names)}")
 
 
-def rate(value: str | int, where: str = "the bandwidth") -> Rate:
+def parse_rate(value: str | int, where: str = "the bandwidth") -> Rate:
     """Parse bits per second, from text such as `100mbit` or from a number of bits per second."""
     bits = (
         value
         if isinstance(value, int) and not isinstance(value, bool)
-        else _measure(value, "rate", where)
+        else _parse_quantity(value, "rate", where)
     )
     if not _SLOWEST <= bits <= _FASTEST:
-        raise UsageError(f"{where} is {shown(value)}, and has to be 8kbit to 34gbit")
+        raise UsageError(f"{where} is {format_shortly(value)}, and has to be 8kbit to 34gbit")
     return round(bits)
 
 
-def shown(value: object) -> str:
+def format_shortly(value: object) -> str:
     """Format a value for a message: in one line, and the start of it where it is long."""
     try:
         text = " ".join((value if isinstance(value, str) else repr(value)).split())
@@ -131,12 +131,12 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def quoted(value: object) -> str:
+def format_quoted(value: object) -> str:
     """Format a value for a message, with the quotes of a text."""
-    return shown(repr(value) if isinstance(value, str) else value)
+    return format_shortly(repr(value) if isinstance(value, str) else value)
 
 
-def spell(value: Rate | None) -> str:
+def spell_rate(value: Rate | None) -> str:
     """Write a rate in notation: `1gbit`."""
     if value is None:
         return "unlimited"
@@ -147,21 +147,21 @@ def spell(value: Rate | None) -> str:
     return f"{value / _UNITS['rate'][unit]:g}{unit}"
 
 
-def regular(
+def make_regular(
     hosts: int, workers: int = 1, *, placement: Placement = "block", **each: Any
 ) -> Description:
     """Make a cluster of equal hosts, `host0`, `host1`, ...; `each` is as in the TOML: bandwidth,
     up, down, delay, processors, memory.
     """
     if not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
-        raise UsageError(f"hosts is {shown(hosts)}, and has to be 1 to {MOST_HOSTS}")
-    reader = _Reader("the cluster")
+        raise UsageError(f"hosts is {format_shortly(hosts)}, and has to be 1 to {MOST_HOSTS}")
+    reader = _TomlReader("the cluster")
     given = {
         "workers": workers,
         **{name: value for name, value in each.items() if value is not None},
     }
-    reader.known(given)
-    fields = reader.host(given, "each host")
+    reader.refuse_unknown_keys(given)
+    fields = reader.read_host(given, "each host")
     return Description(
         f"{hosts}x{workers}",
         tuple(Host(f"host{index}", **fields) for index in range(hosts)),
@@ -170,7 +170,7 @@ def regular(
     )
 
 
-def names() -> list[str]:
+def list_ready_clusters() -> list[str]:
     """Return the clusters that ship with paceline."""
     return sorted(path.stem for path in CLUSTERS.glob("*.toml"))
 
@@ -180,15 +180,16 @@ def ready(name: str) -> Description:
 
     >>> cluster = lab.ready("two-hosts")
     """
-    if name not in names():
+    if name not in list_ready_clusters():
         raise UsageError(
-            f"there is no ready-made cluster {name}; {choices(name, names())}; "
+            f"there is no ready-made cluster {name}; "
+            f"{format_choices(name, list_ready_clusters())}; "
             "or give the path of a .toml file"
         )
     return read(CLUSTERS / f"{name}.toml")
 
 
-def find(text: str) -> Description:
+def find_cluster(text: str) -> Description:
     """Find a cluster by the name of a ready-made one, or by the path of its file."""
     return read(text) if text.endswith(".toml") or "/" in text else ready(text)
 
@@ -205,15 +206,15 @@ def read(path: str | Path) -> Description:
     except OSError as error:
         raise UsageError(
             f"the cluster file {path} can't be read ({error.strerror}); ready-made ones: "
-            f"{', '.join(names())}"
+            f"{', '.join(list_ready_clusters())}"
         ) from error
     except (ValueError, RecursionError) as error:
         # of TOML, of UTF-8, of numbers of thousands of digits, of a thousand brackets
         raise UsageError(f"{path} isn't TOML: {error}") from error
-    return _Reader(str(path)).whole(content, Path(path).stem)
+    return _TomlReader(str(path)).read_description(content, Path(path).stem)
 
 
-def _measure(value: object, kind: str, where: str) -> float:
+def _parse_quantity(value: object, kind: str, where: str) -> float:
     """Parse a number with a unit, in the smallest one of its kind."""
     match = (
         re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip())
@@ -223,13 +224,14 @@ def _measure(value: object, kind: str, where: str) -> float:
     units = _UNITS[kind]
     if match is None or match[2] not in units:
         raise UsageError(
-            f"{where} is {quoted(value)}, and has to be a number with one of {', '.join(units)}, "
+            f"{where} is {format_quoted(value)}, and has to be a number with one of "
+            f"{', '.join(units)}, "
             f"such as {_EXAMPLES[kind]!r}"
         )
     return float(match[1]) * units[match[2]]
 
 
-class _Reader:
+class _TomlReader:
     """Turns tables into data; every message begins with the file."""
 
     _HOST: Final = ("workers", "processors", "memory", "bandwidth", "up", "down", "delay")
@@ -238,32 +240,34 @@ class _Reader:
     def __init__(self, source: str) -> None:
         self._source = source
 
-    def whole(self, content: Mapping[str, Any], stem: str) -> Description:
-        self._known(content, ("name", "placement", "delays", "all", "host", "rack"), "")
-        shared = self._table(content.get("all", {}), "all")
-        self.known(shared, "all.")
+    def read_description(self, content: Mapping[str, Any], stem: str) -> Description:
+        self._refuse_keys(content, ("name", "placement", "delays", "all", "host", "rack"), "")
+        shared = self._check_table(content.get("all", {}), "all")
+        self.refuse_unknown_keys(shared, "all.")
         hosts = []
-        for index, table in enumerate(self._tables(content, "host")):
+        for index, table in enumerate(self._read_tables(content, "host")):
             where = f"host[{index}]"
-            self._known(table, ("name", *self._HOST), f"{where}.")
-            name = self._text(table.get("name", f"host{index}"), f"{where}.name")
-            hosts.append(Host(name, **(self.host(shared, "all") | self.host(table, where))))
+            self._refuse_keys(table, ("name", *self._HOST), f"{where}.")
+            name = self._check_text(table.get("name", f"host{index}"), f"{where}.name")
+            hosts.append(
+                Host(name, **(self.read_host(shared, "all") | self.read_host(table, where)))
+            )
         racks = []
-        for index, table in enumerate(self._tables(content, "rack")):
+        for index, table in enumerate(self._read_tables(content, "rack")):
             where = f"rack[{index}]"
-            self._known(table, self._RACK, f"{where}.")
+            self._refuse_keys(table, self._RACK, f"{where}.")
             members = table.get("hosts", [])
             if not isinstance(members, list) or not all(
                 isinstance(member, str) for member in members
             ):
-                raise self._wrong(f"{where}.hosts", members, "a list of names of hosts")
-            name = self._text(table.get("name", f"rack{index}"), f"{where}.name")
-            racks.append(Rack(name, tuple(members), **self._sides(table, where)))
+                raise self._wrong_value(f"{where}.hosts", members, "a list of names of hosts")
+            name = self._check_text(table.get("name", f"rack{index}"), f"{where}.name")
+            racks.append(Rack(name, tuple(members), **self._read_limits(table, where)))
         delays = content.get("delays", "needed")
         if delays not in ("needed", "where-possible"):
-            raise self._wrong("delays", delays, '"needed" or "where-possible"')
+            raise self._wrong_value("delays", delays, '"needed" or "where-possible"')
         return Description(
-            self._text(content.get("name", stem), "name"),
+            self._check_text(content.get("name", stem), "name"),
             tuple(hosts),
             tuple(racks),
             cast(Placement, content.get("placement", "block")),
@@ -271,13 +275,13 @@ class _Reader:
             self._source,
         )
 
-    def known(self, table: Mapping[str, Any], prefix: str = "") -> None:
+    def refuse_unknown_keys(self, table: Mapping[str, Any], prefix: str = "") -> None:
         """Refuse keys that no host has."""
-        self._known(table, self._HOST, prefix)
+        self._refuse_keys(table, self._HOST, prefix)
 
-    def host(self, table: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def read_host(self, table: Mapping[str, Any], where: str) -> dict[str, Any]:
         """Return the fields of `Host` that the table gives, its name left out."""
-        fields: dict[str, Any] = self._sides(table, where)
+        fields: dict[str, Any] = self._read_limits(table, where)
         if "workers" in table:
             fields["workers"] = workers = table["workers"]
             if (
@@ -285,7 +289,7 @@ class _Reader:
                 or isinstance(workers, bool)
                 or not 1 <= workers <= _MOST_WORKERS
             ):
-                raise self._wrong(
+                raise self._wrong_value(
                     f"{where}.workers",
                     workers,
                     f"a whole number of at least 1, at most {_MOST_WORKERS}",
@@ -300,73 +304,81 @@ class _Reader:
                 wanted = (
                     f"a number of cores, at least {_LEAST_PROCESSORS}, at most {_MOST_PROCESSORS}"
                 )
-                raise self._wrong(f"{where}.processors", cores, wanted)
+                raise self._wrong_value(f"{where}.processors", cores, wanted)
         if "memory" in table:
             memory = table["memory"]
             nbytes = (
                 memory
                 if isinstance(memory, int)
-                else _measure(memory, "size", self._at(f"{where}.memory"))
+                else _parse_quantity(memory, "size", self._name_key(f"{where}.memory"))
             )
             if isinstance(memory, bool) or not _LEAST_MEMORY <= nbytes <= _MOST_MEMORY:
-                raise self._wrong(f"{where}.memory", memory, "at least 1MiB, at most 1048576GiB")
+                raise self._wrong_value(
+                    f"{where}.memory", memory, "at least 1MiB, at most 1048576GiB"
+                )
             fields["memory"] = int(nbytes)
         if "delay" in table:
             fields["delay"] = delay = (
-                _measure(table["delay"], "time", self._at(f"{where}.delay")) / 1e6
+                _parse_quantity(table["delay"], "time", self._name_key(f"{where}.delay")) / 1e6
             )
             if delay > _LONGEST_DELAY:
-                raise self._wrong(f"{where}.delay", table["delay"], f"at most {_LONGEST_DELAY:g}s")
+                raise self._wrong_value(
+                    f"{where}.delay", table["delay"], f"at most {_LONGEST_DELAY:g}s"
+                )
         return fields
 
-    def _sides(self, table: Mapping[str, Any], where: str) -> dict[str, Rate]:
+    def _read_limits(self, table: Mapping[str, Any], where: str) -> dict[str, Rate]:
         """Parse the limits of sending and receiving, where given; `bandwidth` means both."""
         given = {
-            key: rate(table[key], self._at(f"{where}.{key}"))
+            key: parse_rate(table[key], self._name_key(f"{where}.{key}"))
             for key in ("bandwidth", "up", "down")
             if key in table
         }
         both = given.pop("bandwidth", None)
         return given if both is None else {"up": both, "down": both} | given
 
-    def _tables(self, content: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    def _read_tables(self, content: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
         value = content.get(key, [])
         if not isinstance(value, list):
-            raise self._wrong(key, value, f"tables, each headed by [[{key}]]")
-        return [self._table(table, key) for table in value]
+            raise self._wrong_value(key, value, f"tables, each headed by [[{key}]]")
+        return [self._check_table(table, key) for table in value]
 
-    def _table(self, value: object, key: str) -> Mapping[str, Any]:
+    def _check_table(self, value: object, key: str) -> Mapping[str, Any]:
         if not isinstance(value, dict):
-            raise self._wrong(key, value, "a table")
+            raise self._wrong_value(key, value, "a table")
         return value
 
-    def _text(self, value: object, key: str) -> str:
+    def _check_text(self, value: object, key: str) -> str:
         if not isinstance(value, str):
-            raise self._wrong(key, value, "text")
+            raise self._wrong_value(key, value, "text")
         return value
 
-    def _known(self, table: Mapping[str, Any], possible: tuple[str, ...], prefix: str) -> None:
+    def _refuse_keys(
+        self, table: Mapping[str, Any], possible: tuple[str, ...], prefix: str
+    ) -> None:
         for key in table:
             if key not in possible:
                 raise UsageError(
-                    f"{self._source}: there is no key {prefix}{shown(key)}; "
-                    f"{choices(key, possible)}"
+                    f"{self._source}: there is no key {prefix}{format_shortly(key)}; "
+                    f"{format_choices(key, possible)}"
                 )
 
-    def _wrong(self, key: str, value: object, wanted: str) -> UsageError:
-        return UsageError(f"{self._at(key)} is {quoted(value)}, and has to be {wanted}")
+    def _wrong_value(self, key: str, value: object, wanted: str) -> UsageError:
+        return UsageError(
+            f"{self._name_key(key)} is {format_quoted(value)}, and has to be {wanted}"
+        )
 
-    def _at(self, key: str) -> str:
+    def _name_key(self, key: str) -> str:
         return f"{self._source}: {key}"
 
 
-def _check(cluster: Description) -> None:
+def _check_cluster(cluster: Description) -> None:
     """Check the rules that concern more than one value."""
     at = cluster.source or f"cluster {cluster.name}"
     if cluster.placement not in PLACEMENTS:
         raise UsageError(
-            f"{at}: placement is '{shown(cluster.placement)}'; "
-            f"{choices(shown(cluster.placement), PLACEMENTS)}"
+            f"{at}: placement is '{format_shortly(cluster.placement)}'; "
+            f"{format_choices(format_shortly(cluster.placement), PLACEMENTS)}"
         )
     if not 1 <= len(cluster.hosts) <= MOST_HOSTS:
         raise UsageError(
@@ -380,7 +392,8 @@ def _check(cluster: Description) -> None:
         for name in names:
             if not _NAME.fullmatch(name):
                 raise UsageError(
-                    f"{at}: a {kind} is called {quoted(name)}; names have small letters, digits "
+                    f"{at}: a {kind} is called {format_quoted(name)}; names have small letters, "
+                    "digits "
                     "and dashes inside, at most 32"
                 )
             if names.count(name) > 1:
@@ -390,14 +403,14 @@ def _check(cluster: Description) -> None:
     for rack in cluster.racks:
         for side in ("up", "down"):
             if getattr(rack, side) is not None:
-                rate(getattr(rack, side), f"{at}: {side} of rack {rack.name}")
+                parse_rate(getattr(rack, side), f"{at}: {side} of rack {rack.name}")
     _check_racks(cluster, at)
 
 
 def _check_numbers(host: Host, at: str) -> None:
     for side in ("up", "down"):
         if getattr(host, side) is not None:
-            rate(getattr(host, side), f"{at}: {side} of host {host.name}")
+            parse_rate(getattr(host, side), f"{at}: {side} of host {host.name}")
     bounds = (
         (1, _MOST_WORKERS),
         (_LEAST_PROCESSORS, _MOST_PROCESSORS),
@@ -410,7 +423,8 @@ def _check_numbers(host: Host, at: str) -> None:
         value = getattr(host, name)
         if value is not None and not least <= value <= most:
             raise UsageError(
-                f"{at}: {name} of host {host.name} is {shown(value)}, and has to be at least "
+                f"{at}: {name} of host {host.name} is {format_shortly(value)}, and has to be at "
+                "least "
                 f"{least}, at most {most:g}"
             )
 
@@ -424,8 +438,8 @@ def _check_racks(cluster: Description, at: str) -> None:
         for name in rack.hosts:
             if name not in known:
                 raise UsageError(
-                    f"{at}: rack {rack.name} has a host {shown(name)}, which isn't there; "
-                    f"{choices(name, known)}"
+                    f"{at}: rack {rack.name} has a host {format_shortly(name)}, which isn't there; "
+                    f"{format_choices(name, known)}"
                 )
             if name in where:
                 raise UsageError(

@@ -17,7 +17,7 @@ _INHERITED = "/proc/self/fd/"
 _FAILED = 126  # as a shell says that a command can't be run
 
 
-def enter(namespaces: str, cgroups: str) -> None:
+def enter_host(namespaces: str, cgroups: str) -> None:
     """Move this process, which has one thread, into these namespaces and control groups; its
     folder stays the same.
     """
@@ -42,7 +42,7 @@ def main() -> None:
     """Enter, and become the command."""
     namespaces, cgroups, *command = sys.argv[1:]
     try:
-        enter(namespaces, cgroups)
+        enter_host(namespaces, cgroups)
         # Python ignores or handles them; a command starts with the usual answer
         for signum in (signal.SIGPIPE, signal.SIGINT):
             signal.signal(signum, signal.SIG_DFL)

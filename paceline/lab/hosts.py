@@ -18,12 +18,12 @@ from types import TracebackType
 from typing import Any, Final
 
 from paceline.cluster import machine, secret
-from paceline.cluster.discover import environment
+from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher.request import Placement
 from paceline.errors import ResourceError, UsageError
 from paceline.lab import cgroups, cleaning, enter, kernel, links, remains, spaces
-from paceline.lab.description import Description, Rate, find, rate, regular
-from paceline.lab.running import LabRequest, Outcome, run
+from paceline.lab.description import Description, Rate, find_cluster, make_regular, parse_rate
+from paceline.lab.running import LabRequest, Outcome, run_request
 
 # of this process, and more for each host: its namespaces, and the pipes of its launcher
 _DESCRIPTORS: Final = 64
@@ -47,7 +47,7 @@ class BuiltHost:
     address: str
     interface: str
     port: str
-    space: spaces.Space
+    space: spaces.NamespaceSet
     group: cgroups.Cgroup
 
     @property
@@ -74,7 +74,7 @@ class Cluster:
         self.folder = Path()  # temporary files of this lab
         self.notes: list[str] = []  # what could not be built as described, though that was allowed
         self._delays = True
-        self._switch: spaces.Space | None = None
+        self._switch: spaces.NamespaceSet | None = None
         self._processors: dict[int, float | None] = {}
         # hosts that have, or have had, a quota: others share the cores thread by thread, as without
         # a lab
@@ -87,18 +87,18 @@ class Cluster:
         """Build it."""
         if self.hosts:
             raise UsageError("this cluster is built already: leave it first, or make another")
-        machine.allow_descriptors(_DESCRIPTORS + 8 * len(self.description.hosts))
+        machine.raise_descriptor_limit(_DESCRIPTORS + 8 * len(self.description.hosts))
         kernel.check_rights()
-        cleaning.clean()
-        self.notes = kernel.ready_for(self.description)
+        cleaning.remove_leftovers()
+        self.notes = kernel.check_abilities(self.description)
         self._delays = not self.notes
         self.folder = Path(tempfile.gettempdir()) / f"{cgroups.PREFIX}{self.identity}"
         with ExitStack() as held:
-            held.callback(remains.forget, self.identity)
-            self._record([], 0)  # before there is anything that could be left
+            held.callback(remains.forget_record, self.identity)
+            self._write_record([], 0)  # before there is anything that could be left
             held.callback(shutil.rmtree, self.folder, ignore_errors=True)
             self.folder.mkdir(mode=0o700)
-            self._build(held)
+            self._build_hosts(held)
             self._held = held.pop_all()
         return self
 
@@ -124,9 +124,9 @@ class Cluster:
 
     def perform(self, start: LabRequest) -> Outcome:
         """Run a request, as `run` does."""
-        self._built()
+        self._check_built()
         self._runs += 1
-        return run(self, start, self.pages(self._runs))
+        return run_request(self, start, self.pages(self._runs))
 
     @property
     def secret(self) -> Path:
@@ -152,22 +152,22 @@ class Cluster:
 
         It ends with the cluster at the latest.
         """
-        seat = self._seat(host)
-        given = environment() if environ is None else dict(environ)
+        seat = self._built_host(host)
+        given = copy_environment() if environ is None else dict(environ)
         return subprocess.Popen(
-            [*self.door(host), *command],
+            [*self.entry_command(host), *command],
             env={**given, remains.MARK: self.identity, "TMPDIR": str(self.folder / seat.name)},
             pass_fds=(*options.pop("pass_fds", ()), *seat.space.fds.values()),
             **{**_QUIET, **options},
         )
 
-    def door(self, host: int) -> list[str]:
+    def entry_command(self, host: int) -> list[str]:
         """Return the words before a command that make it run on this host; its namespaces have
         to be inherited (`spawn` does it).
         """
-        seat = self._seat(host)
+        seat = self._built_host(host)
         namespaces = ",".join(f"{kind}=/proc/self/fd/{fd}" for kind, fd in seat.space.fds.items())
-        entrances = seat.group.entrances(
+        entrances = seat.group.list_entry_files(
             ("cpu", "memory") if host in self._limited else ("memory",)
         )
         return [
@@ -181,46 +181,46 @@ class Cluster:
 
     def processes(self, host: int) -> list[int]:
         """Return the processes that run on a host."""
-        return remains.inside([self._seat(host).network])
+        return remains.processes_inside([self._built_host(host).network])
 
     def cut(self, host: int) -> None:
         """Pull the plug of a host's network: no packet gets in or out, and no process is
         notified.
         """
-        links.switch_on(self._hub, self._seat(host).port, on=False)
+        links.switch_on(self._switch_space, self._built_host(host).port, on=False)
 
     def mend(self, host: int) -> None:
         """Undo `cut`."""
-        links.switch_on(self._hub, self._seat(host).port, on=True)
+        links.switch_on(self._switch_space, self._built_host(host).port, on=True)
 
     def limit(self, host: int, up: Rate | str | None, down: Rate | str | None) -> None:
         """Change the limits at which the host sends and receives (None: no limit), from now on."""
-        seat = self._seat(host)
-        sides = [None if side is None else rate(side) for side in (up, down)]
+        seat = self._built_host(host)
+        sides = [None if side is None else parse_rate(side) for side in (up, down)]
         delay = self.description.hosts[host].delay if self._delays else None
-        links.limit(seat.space, seat.interface, sides[0], delay)
-        links.limit(self._hub, seat.port, sides[1])
+        links.limit_rate(seat.space, seat.interface, sides[0], delay)
+        links.limit_rate(self._switch_space, seat.port, sides[1])
 
     def quota(self, host: int, processors: float | None) -> None:
         """Let the host use so many cores from now on (None: all)."""
-        seat = self._seat(host)
+        seat = self._built_host(host)
         if "cpu" not in seat.group.controllers:
-            cgroups.find("cpu")  # raises, and says why
+            cgroups.find_base("cpu")  # raises, and says why
             raise ResourceError("this lab was built without processor quotas")
         seat.group.limit_processors(processors)
         self._processors[host] = processors
         if processors is not None and host not in self._limited:
             self._limited.add(host)
-            seat.group.admit("cpu", lambda: self.processes(host))
+            seat.group.admit_processes("cpu", lambda: self.processes(host))
 
     def quota_of(self, host: int) -> float | None:
         """Return the number of cores that the host may use (None: all)."""
-        self._seat(host)
+        self._built_host(host)
         return self._processors.get(host)
 
     def start(self, host: int) -> None:
         """Start the launcher of a host that the run left out, or whose launcher has ended."""
-        seat = self._seat(host)
+        seat = self._built_host(host)
         if self._start_host is None:
             raise UsageError(
                 f"no run is under way that {seat.name} could join: start it from a fault of "
@@ -233,10 +233,11 @@ class Cluster:
         no last word is heard.
         """
         self.cut(host)
-        left = remains.end(lambda: self.processes(host))
+        left = remains.kill_processes(lambda: self.processes(host))
         if left:
             raise ResourceError(
-                f"processes {', '.join(map(str, left))} of {self._seat(host).name} don't end; "
+                f"processes {', '.join(map(str, left))} of {self._built_host(host).name} don't "
+                "end; "
                 "look at them with ps"
             )
 
@@ -250,66 +251,71 @@ class Cluster:
             self._start_host = None
 
     @property
-    def _hub(self) -> spaces.Space:
-        self._built()
+    def _switch_space(self) -> spaces.NamespaceSet:
+        self._check_built()
         assert self._switch is not None
         return self._switch
 
-    def _built(self) -> None:
+    def _check_built(self) -> None:
         if not self.hosts:
             raise UsageError(
                 "this cluster isn't built (any more): use it inside `with Cluster(...) as cluster:`"
             )
 
-    def _seat(self, host: int) -> BuiltHost:
-        self._built()
+    def _built_host(self, host: int) -> BuiltHost:
+        self._check_built()
         if not 0 <= host < len(self.hosts):
             raise UsageError(
                 f"there is no host {host}: {self.description.name} has 0 to {len(self.hosts) - 1}"
             )
         return self.hosts[host]
 
-    def _build(self, held: ExitStack) -> None:
+    def _build_hosts(self, held: ExitStack) -> None:
         names = self.folder / "hosts.table"
         # The second form is how torch looks up who has connected; it needs another name, or the
         # host would seem to have two addresses.
         table = [
-            f"{links.address(index)} {host.name}\n::ffff:{links.address(index)} {host.name}.lab"
+            (
+                f"{links.host_address(index)} {host.name}\n::ffff:{links.host_address(index)} "
+                f"{host.name}.lab"
+            )
             for index, host in enumerate(self.description.hosts)
         ]
         names.write_text("\n".join(["127.0.0.1 localhost", "::1 localhost", *table]) + "\n")
         names.chmod(0o644)
         self.secret.touch(mode=0o600)
-        self.secret.write_bytes(secret.fresh())
-        self._switch = spaces.Space.make(["net"])
+        self.secret.write_bytes(secret.make_secret())
+        self._switch = spaces.NamespaceSet.make_namespaces(["net"])
         held.callback(self._switch.close)
-        seats = [self._furnish(index, names, held) for index in range(len(self.description.hosts))]
-        self._watch_over(seats, held)
+        seats = [
+            self._furnish_host(index, names, held) for index in range(len(self.description.hosts))
+        ]
+        self._start_keeper(seats, held)
         for seat in seats:
-            seat.group.make()
+            seat.group.make_folders()
         self.hosts = tuple(seats)
-        self._wire()
+        self._connect_hosts()
 
-    def _furnish(self, index: int, names: Path, held: ExitStack) -> BuiltHost:
+    def _furnish_host(self, index: int, names: Path, held: ExitStack) -> BuiltHost:
         host = self.description.hosts[index]
         (self.folder / host.name).mkdir()
-        space = spaces.Space.make(_KINDS, spaces.furnish(host.name, names))
+        space = spaces.NamespaceSet.make_namespaces(_KINDS, spaces.make_furnisher(host.name, names))
         held.callback(space.close)
         group = cgroups.Cgroup(
-            f"{cgroups.PREFIX}{self.identity}-{index}", _bases(host.processors, host.memory)
+            f"{cgroups.PREFIX}{self.identity}-{index}", _find_bases(host.processors, host.memory)
         )
         return BuiltHost(
             index,
             host.name,
             host.workers,
-            links.address(index),
+            links.host_address(index),
             links.INTERFACE,
             f"port{index}",
             space,
             group,
         )
 
-    def _record(self, seats: Sequence[BuiltHost], keeper: int) -> Path:
+    def _write_record(self, seats: Sequence[BuiltHost], keeper: int) -> Path:
         """Write down what has to be removed if this process is killed."""
         hosts = [
             {
@@ -326,10 +332,10 @@ class Cluster:
             "identity": self.identity,
             "name": self.description.name,
             "process": process,
-            "began": remains.began(process),
+            "began": remains.start_ticks(process),
         }
         try:
-            return remains.write(
+            return remains.write_record(
                 {**whose, "keeper": keeper, "folder": str(self.folder), "hosts": hosts}
             )
         except OSError as error:
@@ -338,9 +344,9 @@ class Cluster:
                 "make that place yours"
             ) from error
 
-    def _watch_over(self, seats: Sequence[BuiltHost], held: ExitStack) -> None:
+    def _start_keeper(self, seats: Sequence[BuiltHost], held: ExitStack) -> None:
         """Start the keeper, which waits for the death of this process."""
-        path = self._record(seats, 0)
+        path = self._write_record(seats, 0)
         keeper = subprocess.Popen(
             [sys.executable, "-I", "-S", str(Path(remains.__file__)), str(path)],
             stdin=subprocess.PIPE,
@@ -351,27 +357,30 @@ class Cluster:
             # so that no other lab gets these networks' numbers
             pass_fds=[fd for seat in seats for fd in seat.space.fds.values()],
         )
-        held.callback(_dismiss, keeper)
-        self._record(seats, keeper.pid)
+        held.callback(_dismiss_keeper, keeper)
+        self._write_record(seats, keeper.pid)
         for seat in seats:
-            held.callback(seat.group.remove)
+            held.callback(seat.group.remove_folders)
         held.callback(
-            remains.end,
+            remains.kill_processes,
             lambda: (
-                {*remains.inside(seat.network for seat in seats), *remains.marked(self.identity)}
+                {
+                    *remains.processes_inside(seat.network for seat in seats),
+                    *remains.processes_marked(self.identity),
+                }
                 - {keeper.pid}
             ),
         )
 
-    def _wire(self) -> None:
+    def _connect_hosts(self) -> None:
         description = self.description
         racks = {name: index for index, rack in enumerate(description.racks) for name in rack.hosts}
-        links.lay(self._hub, len(description.racks))
+        links.lay_bridges(self._switch_space, len(description.racks))
         for index, rack in enumerate(description.racks):
-            links.limit(self._hub, f"top{index}", rack.up)
-            links.limit(self._hub, f"bottom{index}", rack.down)
+            links.limit_rate(self._switch_space, f"top{index}", rack.up)
+            links.limit_rate(self._switch_space, f"bottom{index}", rack.down)
         for seat, host in zip(self.hosts, description.hosts, strict=True):
-            links.plug(self._hub, seat.space, seat.number, racks.get(host.name))
+            links.plug_host(self._switch_space, seat.space, seat.number, racks.get(host.name))
             self.limit(seat.number, host.up, host.down)
             if host.processors is not None:
                 self.quota(seat.number, host.processors)
@@ -379,22 +388,22 @@ class Cluster:
                 seat.group.limit_memory(host.memory)
 
 
-def _bases(processors: float | None, memory: int | None) -> list[cgroups.Base]:
+def _find_bases(processors: float | None, memory: int | None) -> list[cgroups.CgroupBase]:
     """Find the parents of a host's control groups: for the processors wherever possible, since a
     fault may limit them later.
     """
     bases = []
     try:
-        bases.append(cgroups.find("cpu"))
+        bases.append(cgroups.find_base("cpu"))
     except ResourceError:
         if processors is not None:
             raise
     if memory is not None:
-        bases.append(cgroups.find("memory"))
+        bases.append(cgroups.find_base("memory"))
     return bases
 
 
-def _dismiss(keeper: subprocess.Popen[bytes]) -> None:
+def _dismiss_keeper(keeper: subprocess.Popen[bytes]) -> None:
     """Tell the keeper that there is nothing left for it."""
     assert keeper.stdin is not None
     try:
@@ -429,7 +438,7 @@ def cluster(
     """
     if description is None:
         return Cluster(
-            regular(
+            make_regular(
                 2 if hosts is None else hosts,
                 1 if workers is None else workers,
                 placement=placement or "block",
@@ -446,5 +455,5 @@ def cluster(
             f"{', '.join(given)} and a description are given: write it into the description, or "
             "leave that out"
         )
-    chosen = find(description) if isinstance(description, str) else description
+    chosen = find_cluster(description) if isinstance(description, str) else description
     return Cluster(chosen if placement is None else replace(chosen, placement=placement))

@@ -25,10 +25,10 @@ from typing import Any, Final, Protocol, TypeVar
 
 from paceline.cluster import machine
 from paceline.cluster.control import progress
-from paceline.cluster.control.progress import Page
+from paceline.cluster.control.progress import ProgressPage
 from paceline.cluster.launcher import request
 from paceline.errors import PacelineError, ResourceError
-from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent
+from paceline.lab.chaos import Crash, Cut, Fault, Join, Kill, Link, Slow, Stop, absent_hosts
 from paceline.lab.description import Description, Rate
 from paceline.record.folder import RunFolder, to_strict_json, write_atomically
 
@@ -79,24 +79,24 @@ class FaultTarget(Protocol):
 
 
 @dataclass
-class _Lasting:
+class _LastingFault:
     """A fault that is in force; `until` is a time of the monotonic clock (None: to the end of
     the run).
     """
 
     fault: Stop | Cut | Slow | Link
     until: float | None
-    page: Page | None = None  # of the worker that is stopped
+    page: ProgressPage | None = None  # of the worker that is stopped
 
 
-class Chaos:
+class FaultInjector:
     """The faults of one run: `with Chaos(cluster, faults, folder): ...` around the run, whose
     launchers have PACELINE_PROGRESS=folder.
 
-    `faults` come from `chaos.script`, which has checked them; `folder` is there and empty. `events`
-    says afterwards what happened when. In the end all is undone that can be: stopped workers go on,
-    links and processors are as described. A fault that could not be carried out raises its error
-    then.
+    `faults` come from `chaos.list_faults`, which has checked them; `folder` is there and empty.
+    `events` says afterwards what happened when. In the end all is undone that can be: stopped
+    workers go on, links and processors are as described. A fault that could not be carried out
+    raises its error then.
     """
 
     def __init__(
@@ -107,17 +107,19 @@ class Chaos:
         *,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self._cluster, self._folder, self._say = cluster, folder, say or _say
-        late, hosts = absent(faults), cluster.description.hosts
+        self._cluster, self._folder, self._say = cluster, folder, say or _print_line
+        late, hosts = absent_hosts(faults), cluster.description.hosts
         workers = [0 if index in late else host.workers for index, host in enumerate(hosts)]
         # a host that joins later has no ranks yet
-        self._seats = request.deal(workers, cluster.description.placement)
+        self._seats = request.deal_ranks(workers, cluster.description.placement)
         self._pages = {
-            rank: Page(progress.path(folder, rank)) for ranks in self._seats for rank in ranks
+            rank: ProgressPage(progress.page_path(folder, rank))
+            for ranks in self._seats
+            for rank in ranks
         }
         # by the rank that is held for them, the next one first
         self._due: dict[int, list[Fault]] = {}
-        self._lasting: list[_Lasting] = []
+        self._lasting: list[_LastingFault] = []
         self._crashed: set[int] = set()
         self._noted: list[tuple[float, dict[str, Any]]] = []  # by time.time()
         self._failed: PacelineError | None = None
@@ -130,16 +132,16 @@ class Chaos:
             # changes nothing; where there are no quotas it raises, before anything runs
             cluster.quota(host, cores)
         for fault in sorted(faults, key=lambda fault: fault.step):
-            self._due.setdefault(self._holder(fault), []).append(fault)
+            self._due.setdefault(self._waiting_rank(fault), []).append(fault)
         for rank, due in self._due.items():
-            self._pages[rank].hold(due[0].step)
+            self._pages[rank].hold_before(due[0].step)
         self._over = threading.Event()
         self._threads = ThreadPoolExecutor(1, "paceline-chaos")
         self._watching: Future[None] | None = None
 
-    def __enter__(self) -> Chaos:
+    def __enter__(self) -> FaultInjector:
         if self._due:
-            self._watching = self._threads.submit(self._watch)
+            self._watching = self._threads.submit(self._watch_run)
         return self
 
     def __exit__(
@@ -160,10 +162,10 @@ class Chaos:
         self._over.set()
         self._threads.shutdown()
         while self._lasting:
-            self._try(self._end, self._lasting[-1])
+            self._try_fault(self._end_fault, self._lasting[-1])
         while self._crashed:
-            self._try(self._cluster.mend, self._crashed.pop())
-        steps = self._steps
+            self._try_fault(self._cluster.mend, self._crashed.pop())
+        steps = self._read_steps
         when = (
             f"the run ended after {steps} steps"
             if steps > 0
@@ -174,7 +176,7 @@ class Chaos:
         for fault in sorted(
             (fault for due in self._due.values() for fault in due), key=lambda fault: fault.step
         ):
-            self._note("fault not carried out", fault, why=when)
+            self._note_event("fault not carried out", fault, why=when)
             self._say(f"not carried out: {fault!r}: {when}")
         self._due.clear()
         if self._watching is not None:
@@ -200,25 +202,25 @@ class Chaos:
 
     # ---- when
 
-    def _watch(self) -> None:
+    def _watch_run(self) -> None:
         try:
             while (self._lasting or any(self._due.values())) and not self._over.wait(_TICK_SECONDS):
-                self.tick()
+                self.carry_out_due()
         finally:
             for page in self._pages.values():  # no worker would come any more
                 page.release()
 
-    def tick(self) -> None:
+    def carry_out_due(self) -> None:
         """Carry out what is due now, and end what has lasted long enough."""
         self._first_joined()
         for rank, due in self._due.items():
             page = self._pages[rank]
-            if not due or not page.holding or due[0].step > page.step or not page.alive:
+            if not due or not page.is_holding or due[0].step > page.step or not page.is_alive:
                 continue
             while due and due[0].step <= page.step:
-                self._try(self._carry_out, due.pop(0), page)
+                self._try_fault(self._carry_out, due.pop(0), page)
             if due:
-                page.hold(due[0].step)
+                page.hold_before(due[0].step)
             else:
                 page.release()
         now = time.monotonic()
@@ -227,9 +229,9 @@ class Chaos:
             for lasting in self._lasting
             if lasting.until is not None and lasting.until <= now
         ]:
-            self._try(self._end, lasting)
+            self._try_fault(self._end_fault, lasting)
 
-    def _holder(self, fault: Fault) -> int:
+    def _waiting_rank(self, fault: Fault) -> int:
         """Return the rank that waits for the fault: the one named, or the first of its host; for
         a host that joins, of the others.
         """
@@ -242,18 +244,18 @@ class Chaos:
         )
 
     @property
-    def _steps(self) -> int:
+    def _read_steps(self) -> int:
         return max(page.step for page in self._pages.values())
 
     # ---- what
 
-    def _carry_out(self, fault: Fault, page: Page) -> None:
+    def _carry_out(self, fault: Fault, page: ProgressPage) -> None:
         step = page.step
         match fault:
             case Kill():
-                _send(page, signal.SIGKILL)
+                _send_signal(page, signal.SIGKILL)
             case Stop():
-                _send(page, signal.SIGSTOP, group=True)
+                _send_signal(page, signal.SIGSTOP, group=True)
             case Crash():
                 self._crashed.add(fault.host)
                 self._cluster.crash(fault.host)
@@ -264,48 +266,54 @@ class Chaos:
                 self._cluster.start(fault.host)
         if isinstance(fault, Stop | Cut | Slow | Link):
             until = None if fault.seconds is None else time.monotonic() + fault.seconds
-            self._lasting.append(_Lasting(fault, until, page))
-            self._settle(fault)
-        self._note("fault", fault, step)
+            self._lasting.append(_LastingFault(fault, until, page))
+            self._settle_host(fault)
+        self._note_event("fault", fault, step)
         self._say(f"{fault!r}: done before step {step}")
 
-    def _end(self, lasting: _Lasting) -> None:
+    def _end_fault(self, lasting: _LastingFault) -> None:
         """End a fault: what it had changed is as it was, or as another one that is still in
         force wants it.
         """
-        fault, step = lasting.fault, self._steps  # a worker that goes on may soon be further
+        fault, step = lasting.fault, self._read_steps  # a worker that goes on may soon be further
         self._lasting.remove(lasting)
-        if isinstance(fault, Stop) and lasting.page is not None and not self._stopped(lasting.page):
-            _send(lasting.page, signal.SIGCONT, group=True, gone=True)
-        self._settle(fault)
+        if (
+            isinstance(fault, Stop)
+            and lasting.page is not None
+            and not self._is_stopped(lasting.page)
+        ):
+            _send_signal(lasting.page, signal.SIGCONT, group=True, gone=True)
+        self._settle_host(fault)
         if lasting.until is not None:
-            self._note("fault over", fault, step)
+            self._note_event("fault over", fault, step)
             self._say(f"{fault!r}: over")
 
-    def _stopped(self, page: Page) -> bool:
+    def _is_stopped(self, page: ProgressPage) -> bool:
         return any(
             lasting.page is page for lasting in self._lasting if isinstance(lasting.fault, Stop)
         )
 
-    def _settle(self, changed: Fault) -> None:
+    def _settle_host(self, changed: Fault) -> None:
         """Set a host as all faults in force want it; of two that contradict each other the later
         one holds.
         """
         match changed:
             case Cut(host=host):
                 isolated = host in self._crashed or any(
-                    fault.host == host for fault in self._in_force(Cut)
+                    fault.host == host for fault in self._faults_in_force(Cut)
                 )
                 (self._cluster.cut if isolated else self._cluster.mend)(host)
             case Slow(host=host):
-                factors = [fault.factor for fault in self._in_force(Slow) if fault.host == host]
+                factors = [
+                    fault.factor for fault in self._faults_in_force(Slow) if fault.host == host
+                ]
                 self._cluster.quota(
-                    host, self._cores(host) * factors[-1] if factors else self._quotas[host]
+                    host, self._base_cores(host) * factors[-1] if factors else self._quotas[host]
                 )
             case Link(host=host):
                 described = self._cluster.description.hosts[host]
                 up, down = described.up, described.down
-                for fault in self._in_force(Link):
+                for fault in self._faults_in_force(Link):
                     if fault.host == host:
                         sides = fault.sides()
                         up, down = (
@@ -314,10 +322,10 @@ class Chaos:
                         )
                 self._cluster.limit(host, up, down)
 
-    def _in_force(self, kind: type[Lasts]) -> list[Lasts]:
+    def _faults_in_force(self, kind: type[Lasts]) -> list[Lasts]:
         return [lasting.fault for lasting in self._lasting if isinstance(lasting.fault, kind)]
 
-    def _cores(self, host: int) -> float:
+    def _base_cores(self, host: int) -> float:
         """Return the number of cores that a factor of the host's processors multiplies."""
         quota = self._quotas[host]
         if quota is not None:
@@ -326,11 +334,11 @@ class Chaos:
             sum(max(1, self._pages[rank].threads) for rank in self._seats[host])
             or self._cluster.description.hosts[host].workers
         )
-        return min(threads, machine.cores())
+        return min(threads, machine.count_cores())
 
     # ---- notes
 
-    def _try(self, do: Callable[..., None], subject: Any, *more: Any) -> None:
+    def _try_fault(self, do: Callable[..., None], subject: Any, *more: Any) -> None:
         """Carry out a fault, and note its failure; the error is raised when the run is over,
         which goes on until then.
         """
@@ -338,16 +346,16 @@ class Chaos:
             do(subject, *more)
         except PacelineError as error:
             self._failed = self._failed or error
-            fault = subject.fault if isinstance(subject, _Lasting) else subject
-            self._note("fault failed", fault, why=str(error))
+            fault = subject.fault if isinstance(subject, _LastingFault) else subject
+            self._note_event("fault failed", fault, why=str(error))
             self._say(f"{fault!r} failed: {error}")
 
-    def _note(self, event: str, fault: object, step: int | None = None, **more: str) -> None:
+    def _note_event(self, event: str, fault: object, step: int | None = None, **more: str) -> None:
         self._noted.append(
             (
                 time.time(),
                 {
-                    "step": self._steps if step is None else step,
+                    "step": self._read_steps if step is None else step,
                     "event": event,
                     "what": repr(fault),
                     **more,
@@ -356,7 +364,7 @@ class Chaos:
         )
 
 
-def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
+def record_events(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
     """Write events into the summary of a run's folder, by time among its own; without a summary,
     into events.json. Returns the file.
     """
@@ -372,11 +380,13 @@ def record(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
     return run.summary
 
 
-def _send(page: Page, signum: int, *, group: bool = False, gone: bool = False) -> None:
+def _send_signal(
+    page: ProgressPage, signum: int, *, group: bool = False, gone: bool = False
+) -> None:
     """Send a signal to the page's process (or its whole process group), and to no other with its
     number now; `gone`: it needn't live.
     """
-    if not page.alive:
+    if not page.is_alive:
         if gone:
             return
         raise ResourceError(
@@ -390,7 +400,7 @@ def _send(page: Page, signum: int, *, group: bool = False, gone: bool = False) -
         # names the process for ever, so that it can be looked at once more
         descriptor = os.pidfd_open(page.pid)
         try:
-            if page.alive:
+            if page.is_alive:
                 signal.pidfd_send_signal(descriptor, signum)
         finally:
             os.close(descriptor)
@@ -398,5 +408,5 @@ def _send(page: Page, signum: int, *, group: bool = False, gone: bool = False) -
         return  # it has ended this very moment
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(f"paceline: fault: {text}", file=sys.stderr, flush=True)

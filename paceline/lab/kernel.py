@@ -12,11 +12,11 @@ from typing import Final
 from paceline.errors import ResourceError
 from paceline.lab import cgroups, links
 from paceline.lab.description import Description
-from paceline.lab.spaces import Space, become_root
+from paceline.lab.spaces import NamespaceSet, become_root
 
 
 @dataclass(frozen=True)
-class Ability:
+class KernelAbility:
     """An ability of the machine that a lab needs.
 
     `reason` says why it is missing; empty if it is there.
@@ -31,24 +31,24 @@ class Ability:
 _RATE: Final = 10**6
 
 
-def abilities() -> list[Ability]:
+def try_abilities() -> list[KernelAbility]:
     """Try out all abilities that a lab may want."""
     checked = []
-    for name, purpose, needed, attempt in _attempts():
+    for name, purpose, needed, attempt in _list_attempts():
         try:
             attempt()
         except ResourceError as error:
-            checked.append(Ability(name, purpose, needed, str(error)))
+            checked.append(KernelAbility(name, purpose, needed, str(error)))
         else:
-            checked.append(Ability(name, purpose, needed))
+            checked.append(KernelAbility(name, purpose, needed))
     return checked
 
 
-def missing() -> str:
+def find_missing() -> str:
     """Reason why no lab can run here, in one line; empty if one can."""
     return "; ".join(
         f"{ability.name}: {ability.reason}"
-        for ability in abilities()
+        for ability in try_abilities()
         if ability.needed and ability.reason
     )
 
@@ -56,7 +56,7 @@ def missing() -> str:
 def check_rights() -> None:
     """Raise `ResourceError` if this process may not make a network of its own."""
     try:
-        Space.make(["net"]).close()
+        NamespaceSet.make_namespaces(["net"]).close()
     except ResourceError as error:
         raise ResourceError(
             "a lab needs root, or to be root in a user namespace: use `paceline lab run`, which "
@@ -87,14 +87,14 @@ def seek_rights() -> str:
     return "root, or root in a user namespace"
 
 
-def ready_for(description: Description) -> list[str]:
+def check_abilities(description: Description) -> list[str]:
     """Raise `ResourceError` for missing abilities that this description needs; return what is
     left out, where it allows that.
     """
     if all(host.delay is None for host in description.hosts):
         return []
     try:
-        _netem()
+        _try_netem()
     except ResourceError as error:
         if description.needs_delay:
             raise ResourceError(
@@ -106,49 +106,54 @@ def ready_for(description: Description) -> list[str]:
     return []
 
 
-def _attempts() -> Iterator[tuple[str, str, bool, Callable[[], object]]]:
+def _list_attempts() -> Iterator[tuple[str, str, bool, Callable[[], object]]]:
     yield (
         "namespaces",
         "hosts with a network, a name and shared memory of their own",
         True,
-        _namespaces,
+        _try_namespaces,
     )
-    yield "veth, bridge", "links between hosts", True, _wires
-    yield "tbf", "bandwidth of links", True, partial(_discipline, "tbf", **links.shape(_RATE))
+    yield "veth, bridge", "links between hosts", True, _try_wires
+    yield (
+        "tbf",
+        "bandwidth of links",
+        True,
+        partial(_try_discipline, "tbf", **links.compute_bucket(_RATE)),
+    )
     yield (
         "htb",
         "(an alternative to tbf, which labs don't use)",
         False,
-        partial(_discipline, "htb", default=0),
+        partial(_try_discipline, "htb", default=0),
     )
-    yield "netem", "delay of links", False, _netem
-    yield "control group cpu", "processors of a host", False, partial(cgroups.find, "cpu")
-    yield "control group memory", "memory of a host", False, partial(cgroups.find, "memory")
+    yield "netem", "delay of links", False, _try_netem
+    yield "control group cpu", "processors of a host", False, partial(cgroups.find_base, "cpu")
+    yield "control group memory", "memory of a host", False, partial(cgroups.find_base, "memory")
 
 
-def _namespaces() -> None:
-    Space.make(("net", "uts", "ipc", "mnt")).close()
+def _try_namespaces() -> None:
+    NamespaceSet.make_namespaces(("net", "uts", "ipc", "mnt")).close()
 
 
-def _wires() -> None:
-    switch, host = Space.make(["net"]), Space.make(["net"])
+def _try_wires() -> None:
+    switch, host = NamespaceSet.make_namespaces(["net"]), NamespaceSet.make_namespaces(["net"])
     try:
-        links.lay(switch, 0)
-        links.plug(switch, host, 0, None)
+        links.lay_bridges(switch, 0)
+        links.plug_host(switch, host, 0, None)
     finally:
         host.close()
         switch.close()
 
 
-def _netem() -> None:
-    _discipline("netem", delay=1000, limit=10)
+def _try_netem() -> None:
+    _try_discipline("netem", delay=1000, limit=10)
 
 
-def _discipline(kind: str, **options: int) -> None:
+def _try_discipline(kind: str, **options: int) -> None:
     """Put a queueing discipline on to loopback, in a network of its own."""
-    space = Space.make(["net"])
+    space = NamespaceSet.make_namespaces(["net"])
     try:
-        links.queue(space, "lo", kind, **options)
+        links.set_queue(space, "lo", kind, **options)
     except ResourceError as error:
         raise ResourceError(
             f"this kernel doesn't have it; the module sch_{kind} would bring it"

@@ -22,8 +22,8 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 from paceline.errors import ResourceError
-from paceline.lab.description import Rate, spell
-from paceline.lab.spaces import Space
+from paceline.lab.description import Rate, spell_rate
+from paceline.lab.spaces import NamespaceSet
 
 INTERFACE: Final = "eth0"  # of every host
 PREFIX: Final = 16  # bits of the address that all hosts share
@@ -38,33 +38,35 @@ _NETEM_PACKETS: Final = 100_000
 _MOST_BYTES: Final = 2**32 - 1  # of a queue
 
 
-def address(index: int) -> str:
+def host_address(index: int) -> str:
     """Return the address of a host: private, and routed nowhere."""
     return f"10.77.{(index + 1) // 256}.{(index + 1) % 256}"
 
 
-def lay(switch: Space, racks: int) -> None:
+def lay_bridges(switch: NamespaceSet, racks: int) -> None:
     """Make the bridges: one, or one for each rack and the spine between them."""
 
     def build() -> None:
-        with _netlink("building the switch") as ip:
-            _up(ip, "lo")
-            _bridge(ip, _SPINE)
+        with _open_netlink("building the switch") as ip:
+            _bring_up(ip, "lo")
+            _make_bridge(ip, _SPINE)
             for rack in range(racks):
-                _bridge(ip, f"rack{rack}")
+                _make_bridge(ip, f"rack{rack}")
                 ip.link("add", ifname=f"top{rack}", kind="veth", peer={"ifname": f"bottom{rack}"})
                 for name, bridge in ((f"top{rack}", f"rack{rack}"), (f"bottom{rack}", _SPINE)):
-                    ip.link("set", index=_index(ip, name), master=_index(ip, bridge))
-                    _up(ip, name)
+                    ip.link(
+                        "set", index=_interface_index(ip, name), master=_interface_index(ip, bridge)
+                    )
+                    _bring_up(ip, name)
 
-    switch.inside(build)
+    switch.call_inside(build)
 
 
-def plug(switch: Space, host: Space, index: int, rack: int | None) -> None:
+def plug_host(switch: NamespaceSet, host: NamespaceSet, index: int, rack: int | None) -> None:
     """Connect a host by its link to its rack's bridge or to the spine."""
 
     def lead_in() -> None:
-        with _netlink(f"wiring host {index}") as ip:
+        with _open_netlink(f"wiring host {index}") as ip:
             ip.link(
                 "add",
                 ifname=f"port{index}",
@@ -73,35 +75,44 @@ def plug(switch: Space, host: Space, index: int, rack: int | None) -> None:
             )
             ip.link(
                 "set",
-                index=_index(ip, f"port{index}"),
-                master=_index(ip, _SPINE if rack is None else f"rack{rack}"),
+                index=_interface_index(ip, f"port{index}"),
+                master=_interface_index(ip, _SPINE if rack is None else f"rack{rack}"),
             )
-            _up(ip, f"port{index}")
+            _bring_up(ip, f"port{index}")
 
     def receive() -> None:
-        with _netlink(f"wiring host {index}") as ip:
-            _up(ip, "lo")
-            ip.addr("add", index=_index(ip, INTERFACE), address=address(index), prefixlen=PREFIX)
-            _up(ip, INTERFACE)
+        with _open_netlink(f"wiring host {index}") as ip:
+            _bring_up(ip, "lo")
+            ip.addr(
+                "add",
+                index=_interface_index(ip, INTERFACE),
+                address=host_address(index),
+                prefixlen=PREFIX,
+            )
+            _bring_up(ip, INTERFACE)
 
-    switch.inside(lead_in)
-    host.inside(receive)
+    switch.call_inside(lead_in)
+    host.call_inside(receive)
 
 
-def limit(space: Space, interface: str, rate: Rate | None, delay: float | None = None) -> None:
+def limit_rate(
+    space: NamespaceSet, interface: str, rate: Rate | None, delay: float | None = None
+) -> None:
     """Limit what leaves through this interface: at most `rate` bits a second, each packet
     `delay` seconds later. At once, also in use.
     """
 
     def apply() -> None:
-        with _netlink(f"limiting {interface} to {spell(rate)}") as ip:
-            index = _index(ip, interface)
+        with _open_netlink(f"limiting {interface} to {spell_rate(rate)}") as ip:
+            index = _interface_index(ip, interface)
             if any(entry["handle"] in {_TBF, _NETEM} for entry in ip.get_qdiscs(index=index)) and (
                 rate is None or delay is not None
             ):
                 ip.tc("del", index=index, parent=_ROOT)
             if rate is not None:
-                ip.tc("replace", "tbf", index=index, handle=_TBF, parent=_ROOT, **shape(rate))
+                ip.tc(
+                    "replace", "tbf", index=index, handle=_TBF, parent=_ROOT, **compute_bucket(rate)
+                )
             if delay is not None:
                 inner = _ROOT if rate is None else _INNER
                 ip.tc(
@@ -114,32 +125,39 @@ def limit(space: Space, interface: str, rate: Rate | None, delay: float | None =
                     limit=_NETEM_PACKETS,
                 )
 
-    space.inside(apply)
+    space.call_inside(apply)
 
 
-def queue(space: Space, interface: str, kind: str, **options: int) -> None:
+def set_queue(space: NamespaceSet, interface: str, kind: str, **options: int) -> None:
     """Put any queueing discipline at the exit of this interface."""
 
     def add() -> None:
-        with _netlink(f"the queueing discipline {kind}") as ip:
-            ip.tc("add", kind, index=_index(ip, interface), handle=_TBF, parent=_ROOT, **options)
+        with _open_netlink(f"the queueing discipline {kind}") as ip:
+            ip.tc(
+                "add",
+                kind,
+                index=_interface_index(ip, interface),
+                handle=_TBF,
+                parent=_ROOT,
+                **options,
+            )
 
-    space.inside(add)
+    space.call_inside(add)
 
 
-def switch_on(space: Space, interface: str, *, on: bool) -> None:
+def switch_on(space: NamespaceSet, interface: str, *, on: bool) -> None:
     """Plug the interface in, or pull it out: nothing passes any more, and no process is
     notified.
     """
 
     def turn() -> None:
-        with _netlink(f"switching {interface}") as ip:
-            ip.link("set", index=_index(ip, interface), state="up" if on else "down")
+        with _open_netlink(f"switching {interface}") as ip:
+            ip.link("set", index=_interface_index(ip, interface), state="up" if on else "down")
 
-    space.inside(turn)
+    space.call_inside(turn)
 
 
-def shape(rate: Rate) -> dict[str, int]:
+def compute_bucket(rate: Rate) -> dict[str, int]:
     """Compute the numbers of a token bucket, in bytes (a second)."""
     each_second = rate // 8
     burst = max(_LEAST_BURST, round(each_second * _BURST_SECONDS))
@@ -151,7 +169,7 @@ def shape(rate: Rate) -> dict[str, int]:
 
 
 @contextmanager
-def _netlink(doing: str) -> Iterator[Any]:
+def _open_netlink(doing: str) -> Iterator[Any]:
     """Open a conversation with the kernel about the network that this thread is in."""
     try:
         with IPRoute() as ip:
@@ -163,14 +181,14 @@ def _netlink(doing: str) -> Iterator[Any]:
         ) from error
 
 
-def _bridge(ip: Any, name: str) -> None:
+def _make_bridge(ip: Any, name: str) -> None:
     ip.link("add", ifname=name, kind="bridge", br_stp_state=0, br_forward_delay=0)
-    _up(ip, name)
+    _bring_up(ip, name)
 
 
-def _up(ip: Any, name: str) -> None:
-    ip.link("set", index=_index(ip, name), state="up")
+def _bring_up(ip: Any, name: str) -> None:
+    ip.link("set", index=_interface_index(ip, name), state="up")
 
 
-def _index(ip: Any, name: str) -> int:
+def _interface_index(ip: Any, name: str) -> int:
     return int(ip.link_lookup(ifname=name)[0])

@@ -34,43 +34,46 @@ class OutputSorter:
     def __init__(self, names: Sequence[str], places: Mapping[int, int], *, show: bool) -> None:
         self._names, self._places = names, places
         self._shown: list[bytes] = []
-        first = Screen(1, self._prefix, self._shown.append)
+        first = Screen(1, self._make_prefix, self._shown.append)
         same = not show or os.path.sameopenfile(1, 2)  # then there is one, so that lines don't mix
-        self.screens = {1: first, 2: first if same else Screen(2, self._prefix, self._shown.append)}
-        first.broken = not show  # not shown: it is only remembered
+        self.screens = {
+            1: first,
+            2: first if same else Screen(2, self._make_prefix, self._shown.append),
+        }
+        first.is_broken = not show  # not shown: it is only remembered
         self._said: dict[bytes, int] = {}  # lines of launchers, and which said them first
         self._closings: defaultdict[int, list[bytes]] = defaultdict(list)
         self._verdicts: dict[int, bytes] = {}
 
     @property
-    def text(self) -> str:
+    def all_text(self) -> str:
         """All that was shown."""
         return b"".join(self._shown).decode(errors="replace")
 
     @property
-    def broken(self) -> bool:
+    def is_broken(self) -> bool:
         """Whether the output isn't read any more."""
-        return any(screen.broken for screen in self.screens.values())
+        return any(screen.is_broken for screen in self.screens.values())
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether launchers have to wait until more has been read."""
-        return any(screen.full for screen in self.screens.values())
+        return any(screen.is_full for screen in self.screens.values())
 
-    def pending(self) -> dict[int, Screen]:
+    def pending_screens(self) -> dict[int, Screen]:
         """Return the screens that have something to write, by descriptor."""
-        return {screen.descriptor: screen for screen in self.screens.values() if screen.pending}
+        return {screen.descriptor: screen for screen in self.screens.values() if screen.has_pending}
 
-    def drop(self) -> None:
+    def drop_pending(self) -> None:
         """Forget what has not been written."""
         for screen in self.screens.values():
-            screen.drop()
+            screen.drop_pending()
 
-    def say(self, text: str) -> None:
+    def show_lab_lines(self, text: str) -> None:
         """Show lines of the lab itself."""
-        self.screens[2].say(text)
+        self.screens[2].show_line(text)
 
-    def put(self, who: Who, piece: bytes, descriptor: int) -> None:
+    def show_piece(self, who: Who, piece: bytes, descriptor: int) -> None:
         """Show a line, or a part of one.
 
         A launcher's own lines are without a rank; lines that all of them say are shown once.
@@ -85,23 +88,23 @@ class OutputSorter:
         elif host in self._closings and descriptor == 2:
             self._closings[host].append(b"" if rank is None else piece)
         elif rank is not None or self._said.setdefault(piece, host) == host:
-            self.screens[descriptor].put(who, piece)
+            self.screens[descriptor].put_line(who, piece)
 
-    def conclude(self) -> None:
+    def show_last_words(self) -> None:
         """Show the last words that were kept."""
         closing = next((lines for lines in self._closings.values() if lines), None)
         if closing is not None and self._verdicts:
             head = _CLOSING.match(closing[0])
             assert head is not None
             rank = int(head[1])
-            self.say(closing[0].decode(errors="replace").rstrip("\n"))
+            self.show_lab_lines(closing[0].decode(errors="replace").rstrip("\n"))
             for line in closing[1:]:
-                self.screens[2].put((self._places.get(rank, 0), rank), line)
+                self.screens[2].put_line((self._places.get(rank, 0), rank), line)
         verdict = next(iter(self._verdicts.values()), None)
         if verdict is not None:
-            self.say(verdict.decode(errors="replace").rstrip("\n"))
+            self.show_lab_lines(verdict.decode(errors="replace").rstrip("\n"))
 
-    def _prefix(self, who: Who) -> bytes:
+    def _make_prefix(self, who: Who) -> bytes:
         host, rank = who
         return f"[{self._names[host]}{'' if rank is None else f' {rank}'}] ".encode()
 
@@ -117,22 +120,22 @@ class LauncherOutput:
         self._fresh = True  # at the start of a line
         self._rank: int | None = None  # of the line under way
 
-    def take(self, data: bytes) -> None:
+    def take_bytes(self, data: bytes) -> None:
         """Take some more bytes."""
         data = self._rest + data
         end = 0
         for match in self.PIECES.finditer(data):
-            self._pass(match[0])
+            self._pass_piece(match[0])
             end = match.end()
         self._rest = data[end:]
 
-    def flush(self) -> None:
+    def flush_line(self) -> None:
         """Show a line whose end doesn't come."""
         if self._rest:
-            self._pass(self._rest)
+            self._pass_piece(self._rest)
             self._rest = b""
 
-    def _pass(self, piece: bytes) -> None:
+    def _pass_piece(self, piece: bytes) -> None:
         if self._fresh:
             match = _RANK.match(piece)
             if piece not in {b"\n", b"\r"}:  # else it ends what the line before has left
@@ -140,4 +143,4 @@ class LauncherOutput:
             piece = piece if match is None else piece[match.end() :]
         self._fresh = piece[-1:] in {b"\n", b"\r"}
         if piece:
-            self._desk.put((self._host, self._rank), piece, self._descriptor)
+            self._desk.show_piece((self._host, self._rank), piece, self._descriptor)

@@ -32,11 +32,11 @@ _LOOK_SECONDS = 0.5  # between two looks at the lab
 _ROUND_SECONDS = 0.005
 
 
-def records() -> Path:
+def records_folder() -> Path:
     """Return the folder of records: one place for each user, whatever TMPDIR says, so that labs
     find each other's.
     """
-    user = outer_user()
+    user = find_outer_user()
     if user == 0 and os.access("/run", os.W_OK):
         return Path("/run/paceline-lab")
     runtime = Path(f"/run/user/{user}")
@@ -47,7 +47,7 @@ def records() -> Path:
     )
 
 
-def outer_user() -> int:
+def find_outer_user() -> int:
     """Return the number of this user outside of the user namespace that a lab may have entered."""
     for line in (_PROC / "self/uid_map").read_text().splitlines():
         inner, outer, count = map(int, line.split())
@@ -56,12 +56,12 @@ def outer_user() -> int:
     return os.geteuid()
 
 
-def write(record: dict[str, Any]) -> Path:
+def write_record(record: dict[str, Any]) -> Path:
     """Write the record of a lab, in full or not at all; return its path.
 
     `PermissionError` if the place isn't ours alone.
     """
-    folder = records()
+    folder = records_folder()
     path = folder / f"{record['identity']}.json"
     temporary = path.with_suffix(f".{os.getpid()}")
     while True:
@@ -75,15 +75,15 @@ def write(record: dict[str, Any]) -> Path:
         return path
 
 
-def read_all() -> list[dict[str, Any]]:
+def read_records() -> list[dict[str, Any]]:
     """Read the records of all labs of this user, alive or not.
 
     `PermissionError` if another user could have written them.
     """
     known = []
     with suppress(FileNotFoundError):
-        _check_owner(records())
-    for path in sorted(records().glob("*.json")):
+        _check_owner(records_folder())
+    for path in sorted(records_folder().glob("*.json")):
         with suppress(FileNotFoundError):  # it has ended since
             known.append(json.loads(path.read_text()))
     return known
@@ -98,23 +98,23 @@ def _check_owner(folder: Path) -> None:
         )
 
 
-def drop_halves() -> None:
+def drop_partial_records() -> None:
     """Remove records whose writer was killed before they were complete."""
-    for path in records().glob("*.[0-9]*"):
-        if not began(int(path.suffix[1:])):
+    for path in records_folder().glob("*.[0-9]*"):
+        if not start_ticks(int(path.suffix[1:])):
             path.unlink(missing_ok=True)
     with suppress(OSError):
-        records().rmdir()
+        records_folder().rmdir()
 
 
-def forget(identity: str) -> None:
+def forget_record(identity: str) -> None:
     """Remove the record of a lab, and the folder of records if it was the last."""
-    (records() / f"{identity}.json").unlink(missing_ok=True)
+    (records_folder() / f"{identity}.json").unlink(missing_ok=True)
     with suppress(OSError):
-        records().rmdir()
+        records_folder().rmdir()
 
 
-def began(process: int) -> str:
+def start_ticks(process: int) -> str:
     """Return when a process began, in ticks since the machine did; empty if there is none.
 
     Numbers are used again, these pairs are not.
@@ -126,38 +126,40 @@ def began(process: int) -> str:
     return "" if fields[0] in {"Z", "X"} else fields[19]
 
 
-def alive(record: dict[str, Any]) -> bool:
+def is_alive(record: dict[str, Any]) -> bool:
     """Whether the lab of this record still runs."""
-    return bool(began(record["process"])) and began(record["process"]) == record["began"]
+    return (
+        bool(start_ticks(record["process"])) and start_ticks(record["process"]) == record["began"]
+    )
 
 
-def inside(networks: Iterable[str]) -> list[int]:
+def processes_inside(networks: Iterable[str]) -> list[int]:
     """List the processes in these networks ("net:[4026532184]"), as far as this one can see
     them.
     """
     wanted = set(networks)
-    return [process for process in processes() if wanted and _network(process) in wanted]
+    return [process for process in other_processes() if wanted and _network_of(process) in wanted]
 
 
-def processes() -> list[int]:
+def other_processes() -> list[int]:
     """List all processes but this one."""
     return [
         int(entry) for entry in os.listdir(_PROC) if entry.isdigit() and int(entry) != os.getpid()
     ]
 
 
-def marked(identity: str) -> list[int]:
+def processes_marked(identity: str) -> list[int]:
     """List the processes that were started by this lab, by their environment."""
     wanted = f"{MARK}={identity}".encode()
     pids = []
-    for process in processes():
+    for process in other_processes():
         with suppress(OSError):
             if wanted in (_PROC / str(process) / "environ").read_bytes().split(b"\0"):
                 pids.append(process)
     return pids
 
 
-def grouped(folders: Iterable[str]) -> list[int]:
+def processes_in_groups(folders: Iterable[str]) -> list[int]:
     """List the processes in these control groups."""
     pids: list[int] = []
     for folder in folders:
@@ -166,7 +168,7 @@ def grouped(folders: Iterable[str]) -> list[int]:
     return pids
 
 
-def end(find: Any) -> list[int]:
+def kill_processes(find: Any) -> list[int]:
     """Send SIGKILL to all processes that `find()` gives, until it gives none; return those that
     don't end.
     """
@@ -183,7 +185,7 @@ def end(find: Any) -> list[int]:
     return []
 
 
-def sweep(record: dict[str, Any], *, trusted: bool) -> list[str]:
+def sweep_lab(record: dict[str, Any], *, trusted: bool) -> list[str]:
     """Remove all that the lab of this record has left; return what couldn't be removed.
 
     `trusted` says that the networks of the record are still this lab's (the caller holds them):
@@ -193,11 +195,13 @@ def sweep(record: dict[str, Any], *, trusted: bool) -> list[str]:
     networks = [host["network"] for host in record["hosts"]] if trusted else []
 
     def lab() -> set[int]:
-        return {*inside(networks), *grouped(groups), *marked(record["identity"])} - {
-            record["keeper"]
-        }
+        return {
+            *processes_inside(networks),
+            *processes_in_groups(groups),
+            *processes_marked(record["identity"]),
+        } - {record["keeper"]}
 
-    left = [f"process {pid}" for pid in end(lab)]
+    left = [f"process {pid}" for pid in kill_processes(lab)]
     for folder in groups:
         if not _remove_group(Path(folder)):
             left.append(folder)
@@ -205,7 +209,7 @@ def sweep(record: dict[str, Any], *, trusted: bool) -> list[str]:
     if os.path.exists(record["folder"]):
         left.append(record["folder"])
     if not left:
-        forget(record["identity"])
+        forget_record(record["identity"])
     return left
 
 
@@ -225,14 +229,14 @@ def _remove_group(folder: Path) -> bool:
     return False
 
 
-def _network(process: int) -> str:
+def _network_of(process: int) -> str:
     try:
         return os.readlink(_PROC / str(process) / "ns/net")
     except OSError:
         return ""
 
 
-def watch(path: Path) -> None:
+def watch_lab(path: Path) -> None:
     """Wait until the lab is done or dead; then sweep what its record, as it is by then, names."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
@@ -240,15 +244,15 @@ def watch(path: Path) -> None:
     poll = select.poll()
     poll.register(0, select.POLLIN)
     lab = json.loads(path.read_text())
-    while alive(lab):  # a child that it has forked may hold the pipe open
+    while is_alive(lab):  # a child that it has forked may hold the pipe open
         if poll.poll(1000 * _LOOK_SECONDS):
             data = os.read(0, 1 << 12)
             heard += data
             if not data:
                 break
     if b"done" not in heard and path.exists():
-        sweep(json.loads(path.read_text()), trusted=True)
+        sweep_lab(json.loads(path.read_text()), trusted=True)
 
 
 if __name__ == "__main__":
-    watch(Path(sys.argv[1]))
+    watch_lab(Path(sys.argv[1]))

@@ -20,16 +20,16 @@ from typing import Any, Final, Protocol
 
 from paceline.cluster import machine
 from paceline.cluster.control import progress
-from paceline.cluster.discover import environment
+from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher import request
 from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import remains
-from paceline.lab.chaos import absent
-from paceline.lab.chaos import script as plot
-from paceline.lab.injector import Chaos, FaultTarget, record
+from paceline.lab.chaos import absent_hosts
+from paceline.lab.chaos import list_faults as plot
+from paceline.lab.injector import FaultInjector, FaultTarget, record_events
 from paceline.lab.output import LauncherOutput, OutputSorter
-from paceline.notation import prove, prove_cuts, shares
+from paceline.notation import parse_shares, verify_cuts, verify_strategy
 from paceline.record import folder
 
 PORT: Final = 29400  # where the launchers meet, on the first host that is there from the start
@@ -139,7 +139,7 @@ class Outcome:
 
 
 @dataclass
-class _Launcher:
+class _HostLauncher:
     """One host's `paceline run`."""
 
     host: int
@@ -149,30 +149,30 @@ class _Launcher:
     ended: float | None = None  # monotonic: when its process was seen to be gone
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         return not self.sources and self.process.poll() is not None
 
-    def let_go(self, now: float) -> None:
+    def let_go_of_pipes(self, now: float) -> None:
         """Show an unfinished line; a process that holds the pipes open long after the launcher
         is gone isn't waited for.
         """
         if now - self.heard > _IDLE_SECONDS:
             for source in self.sources.values():
-                source.flush()
+                source.flush_line()
         if self.ended is None and self.process.poll() is not None:
             self.ended = now
         if self.ended is not None and now - max(self.ended, self.heard) > _DRAIN_SECONDS:
-            self.close()
+            self.close_pipes()
 
-    def close(self) -> None:
+    def close_pipes(self) -> None:
         """Show the rest, and read no more."""
         while self.sources:
             descriptor, source = self.sources.popitem()
-            source.flush()
+            source.flush_line()
             os.close(descriptor)
 
 
-def run(cluster: RunTarget, start: LabRequest, folder: Path) -> Outcome:
+def run_request(cluster: RunTarget, start: LabRequest, folder: Path) -> Outcome:
     """Run a request on every host and wait for the end; `folder` is for the progress pages of
     workers.
 
@@ -180,15 +180,15 @@ def run(cluster: RunTarget, start: LabRequest, folder: Path) -> Outcome:
     `DeadlineExceeded` when it took too long.
     """
     faults = plot(start.faults, cluster.description)
-    check(start)
+    check_request(start)
     folder.mkdir()
-    return _Run(cluster, start, folder, absent(faults)).wait(faults)
+    return _LabRun(cluster, start, folder, absent_hosts(faults)).wait_for_end(faults)
 
 
-def check(start: LabRequest) -> None:
+def check_request(start: LabRequest) -> None:
     """Raise `UsageError` for a request that makes no sense, before anything is built."""
     script = start.script if start.folder is None else str(Path(start.folder) / start.script)
-    request.check(
+    request.check_request(
         request.LaunchRequest(
             script,
             start.args,
@@ -199,18 +199,18 @@ def check(start: LabRequest) -> None:
         )
     )
     if start.sync is not None:
-        prove(start.sync)
+        verify_strategy(start.sync)
     if start.cut is not None:
-        prove_cuts(start.cut)
+        verify_cuts(start.cut)
     if start.shares is not None:
-        shares(start.shares)
+        parse_shares(start.shares)
     if start.name is not None:
         folder.check_run_name(start.name)
     if start.deadline is not None and not start.deadline > 0:
         raise UsageError(f"deadline is {start.deadline}, and has to be a number of seconds above 0")
 
 
-class _Run:
+class _LabRun:
     """The launchers of one run."""
 
     def __init__(
@@ -218,12 +218,12 @@ class _Run:
     ) -> None:
         self._cluster, self._start, self._folder, self._late = cluster, start, folder, late
         self._present = [seat.number for seat in cluster.hosts if seat.number not in late]
-        self._launchers: list[_Launcher] = []
+        self._launchers: list[_HostLauncher] = []
         self._signals: list[int] = []
         self._asked: int | None = None
         self._asked_at = 0.0
         self._joining = threading.Lock()  # faults come from another thread
-        dealt = request.deal(
+        dealt = request.deal_ranks(
             [cluster.hosts[host].workers for host in self._present], cluster.description.placement
         )
         places = {
@@ -233,38 +233,40 @@ class _Run:
         self._remarks: deque[str] = deque()  # of the injector of faults, in another thread
         self._watched: Path | None = None  # the folder that those who watch the run know
 
-    def wait(self, faults: list[Any]) -> Outcome:
+    def wait_for_end(self, faults: list[Any]) -> Outcome:
         """Start all launchers, and stay to the end."""
         began = time.monotonic()
         with ExitStack() as held:
-            held.enter_context(self._listening())
-            held.callback(self._end_all)
-            held.enter_context(self._cluster.starting(self._launch))
-            with Chaos(self._cluster, faults, self._folder, say=self._remarks.append) as chaos:
-                held.callback(self._collect, chaos)  # however the run ends
+            held.enter_context(self._listen_for_signals())
+            held.callback(self._end_processes)
+            held.enter_context(self._cluster.starting(self._start_launcher))
+            with FaultInjector(
+                self._cluster, faults, self._folder, say=self._remarks.append
+            ) as chaos:
+                held.callback(self._record_faults, chaos)  # however the run ends
                 for host in self._present:
-                    self._launch(host)
-                while not self._over():
-                    self._turn()
-                    self._decide(began)
-            self._turn()
-        self._desk.conclude()
-        self._flush()
-        path = progress.wrote_to(progress.path(self._folder, 0))
-        outcome = Outcome(self._code(), self._desk.text, path, tuple(chaos.events))
+                    self._start_launcher(host)
+                while not self._is_over():
+                    self._handle_events()
+                    self._decide_ending(began)
+            self._handle_events()
+        self._desk.show_last_words()
+        self._flush_output()
+        path = progress.read_run_folder(progress.page_path(self._folder, 0))
+        outcome = Outcome(self._exit_code(), self._desk.all_text, path, tuple(chaos.events))
         if self._asked == signal.SIGINT:
             raise KeyboardInterrupt
         if self._asked is not None:
             raise SystemExit(128 + self._asked)
         return outcome
 
-    def _collect(self, chaos: Chaos) -> None:
+    def _record_faults(self, chaos: FaultInjector) -> None:
         """Write the faults carried out into the run's folder, where it had one."""
-        path = progress.wrote_to(progress.path(self._folder, 0))
+        path = progress.read_run_folder(progress.page_path(self._folder, 0))
         if path is not None and chaos.events:
-            record(path, chaos.events)
+            record_events(path, chaos.events)
 
-    def _launch(self, host: int) -> None:
+    def _start_launcher(self, host: int) -> None:
         """Start `paceline run` on this host, as a user would there."""
         start, cluster = self._start, self._cluster
         if any(
@@ -298,7 +300,7 @@ class _Run:
             ]
             words += (
                 ["--host-rank", str(self._present.index(host))]
-                if host in self._present and not self._again(host)
+                if host in self._present and not self._was_launched(host)
                 else []
             )
             words += ["--placement", cluster.description.placement]
@@ -312,7 +314,7 @@ class _Run:
         process = cluster.spawn(
             host,
             [*words, start.script, *start.args],
-            environ=self._environ(),
+            environ=self._make_environ(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=start.folder,
@@ -325,20 +327,23 @@ class _Run:
             os.set_blocking(descriptor, False)
             sources[descriptor] = LauncherOutput(host, self._desk, stream)
         with self._joining:
-            self._launchers.append(_Launcher(host, process, sources))
+            self._launchers.append(_HostLauncher(host, process, sources))
 
-    def _again(self, host: int) -> bool:
+    def _was_launched(self, host: int) -> bool:
         """Whether this host has had a launcher before."""
         return any(launcher.host == host for launcher in self._launchers)
 
-    def _environ(self) -> dict[str, str]:
+    def _make_environ(self) -> dict[str, str]:
         """Return the environment as here, but for what belongs to this machine; all hosts share
         its cores, so threads are dealt once.
         """
-        kept = {name: value for name, value in environment().items() if name not in _NOT_INHERITED}
+        kept = {
+            name: value for name, value in copy_environment().items() if name not in _NOT_INHERITED
+        }
         if all(host.processors is None for host in self._cluster.description.hosts):
             kept.setdefault(
-                "OMP_NUM_THREADS", str(max(1, machine.cores() // self._cluster.description.workers))
+                "OMP_NUM_THREADS",
+                str(max(1, machine.count_cores() // self._cluster.description.workers)),
             )
         start = self._start
         asked = {
@@ -351,59 +356,63 @@ class _Run:
         given = {name: text for name, text in asked.items() if text is not None}
         return kept | {"PACELINE_PROGRESS": str(self._folder)} | given | dict(self._start.environ)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         with self._joining:
-            return all(launcher.over for launcher in self._launchers)
+            return all(launcher.is_over for launcher in self._launchers)
 
-    def _turn(self) -> None:
+    def _handle_events(self) -> None:
         """Wait for something to happen; read the output, and show it."""
         with self._joining:
             launchers = list(self._launchers)
         poll = select.poll()
-        reading: dict[int, _Launcher] = {}
-        if not self._desk.full:
+        reading: dict[int, _HostLauncher] = {}
+        if not self._desk.is_full:
             reading = {
                 descriptor: launcher for launcher in launchers for descriptor in launcher.sources
             }
         for descriptor in reading:
             poll.register(descriptor, select.POLLIN)
-        writing = self._desk.pending()
+        writing = self._desk.pending_screens()
         for descriptor in writing:
             poll.register(descriptor, select.POLLOUT)
         ready = poll.poll(1000 * _LOOK_SECONDS)
         while self._remarks:
-            self._desk.say(f"paceline: fault: {self._remarks.popleft()}")
-        self._show()
+            self._desk.show_lab_lines(f"paceline: fault: {self._remarks.popleft()}")
+        self._show_position()
         for descriptor, _ in ready:
             if descriptor in reading:
-                _read(reading[descriptor], descriptor)
+                _read_output(reading[descriptor], descriptor)
             else:
-                writing[descriptor].write()
+                writing[descriptor].write_pending()
         now = time.monotonic()
-        for launcher in launchers if not self._desk.full else ():
-            launcher.let_go(now)
+        for launcher in launchers if not self._desk.is_full else ():
+            launcher.let_go_of_pipes(now)
 
-    def _show(self) -> None:
+    def _show_position(self) -> None:
         """Tell those who watch the run where it is."""
         watcher = self._start.watcher
-        path = None if watcher is None else progress.wrote_to(progress.path(self._folder, 0))
+        path = (
+            None
+            if watcher is None
+            else progress.read_run_folder(progress.page_path(self._folder, 0))
+        )
         if watcher is not None and path is not None and path != self._watched:
             self._watched = path
             watcher.follow_run(path)
 
-    def _decide(self, began: float) -> None:
+    def _decide_ending(self, began: float) -> None:
         """Pass on signals, and end a run that takes too long."""
         now = time.monotonic()
-        if self._start.show and self._desk.broken and self._asked is None:
+        if self._start.show and self._desk.is_broken and self._asked is None:
             self._signals.append(signal.SIGPIPE)  # the reader of the output is gone
         for signum in self._signals:
             self._asked_at = self._asked_at if self._asked is not None else now
             self._asked = self._asked or signum
-            self._send(signal.SIGTERM if signum == signal.SIGPIPE else signum)
+            self._send_signal(signal.SIGTERM if signum == signal.SIGPIPE else signum)
         self._signals.clear()
         if self._asked is not None and now - self._asked_at > _PATIENCE_SECONDS:
-            self._kill()
-            self._desk.drop()  # the reader is gone, or it would be written by now
+            self._kill_launchers()
+            self._desk.drop_pending()  # the reader is gone, or it would be written by now
         if (
             self._start.deadline is not None
             and self._asked is None
@@ -412,21 +421,22 @@ class _Run:
             running = [
                 self._cluster.hosts[launcher.host].name
                 for launcher in self._launchers
-                if not launcher.over
+                if not launcher.is_over
             ]
-            self._kill()
+            self._kill_launchers()
             raise DeadlineExceeded(
                 f"the run of {self._start.script} has not ended within {self._start.deadline:g} s; "
-                f"still running on {', '.join(running)}. Last output:\n{self._desk.text[-2000:]}"
+                f"still running on {', '.join(running)}. "
+                f"Last output:\n{self._desk.all_text[-2000:]}"
             )
 
-    def _send(self, signum: int) -> None:
+    def _send_signal(self, signum: int) -> None:
         for launcher in self._launchers:
             if launcher.process.poll() is None:
                 launcher.process.send_signal(signum)
 
-    def _kill(self) -> None:
-        remains.end(
+    def _kill_launchers(self) -> None:
+        remains.kill_processes(
             lambda: [
                 process
                 for seat in self._cluster.hosts
@@ -434,24 +444,24 @@ class _Run:
             ]
         )
 
-    def _end_all(self) -> None:
+    def _end_processes(self) -> None:
         """End all processes of this run, whatever the reason for leaving."""
-        self._kill()
+        self._kill_launchers()
         for launcher in self._launchers:
             launcher.process.kill()
             launcher.process.wait()
-            launcher.close()
+            launcher.close_pipes()
 
-    def _flush(self) -> None:
+    def _flush_output(self) -> None:
         end = time.monotonic() + _KILL_SECONDS
-        while (writing := self._desk.pending()) and time.monotonic() < end:
+        while (writing := self._desk.pending_screens()) and time.monotonic() < end:
             poll = select.poll()
             for descriptor in writing:
                 poll.register(descriptor, select.POLLOUT)
             for descriptor, _ in poll.poll(1000 * _LOOK_SECONDS):
-                writing[descriptor].write()
+                writing[descriptor].write_pending()
 
-    def _code(self) -> int:
+    def _exit_code(self) -> int:
         """Return the exit code of the launchers; those of hosts that crashed don't count, unless
         all did.
         """
@@ -463,7 +473,7 @@ class _Run:
         return next((code for code in spoken if code != 0), 0)
 
     @contextmanager
-    def _listening(self) -> Iterator[None]:
+    def _listen_for_signals(self) -> Iterator[None]:
         """Note Ctrl-C and its like while the run lasts; in other threads than the first they
         can't come.
         """
@@ -482,14 +492,14 @@ class _Run:
                 signal.signal(signum, handler)
 
 
-def _read(launcher: _Launcher, descriptor: int) -> None:
+def _read_output(launcher: _HostLauncher, descriptor: int) -> None:
     try:
         data = os.read(descriptor, 1 << 16)
     except BlockingIOError:
         return
     launcher.heard = time.monotonic()
     if data:
-        launcher.sources[descriptor].take(data)
+        launcher.sources[descriptor].take_bytes(data)
         return
-    launcher.sources.pop(descriptor).flush()
+    launcher.sources.pop(descriptor).flush_line()
     os.close(descriptor)

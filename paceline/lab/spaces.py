@@ -29,7 +29,7 @@ _THREAD_SECONDS: Final = 1.0
 _MS_BIND, _MS_REC, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 19  # linux/mount.h
 
 
-class Space:
+class NamespaceSet:
     """Namespaces of one host (or of a switch, which has only a network).
 
     `fds` holds them, by kind.
@@ -41,32 +41,34 @@ class Space:
         self.network = os.readlink(f"/proc/self/fd/{fds['net']}")
 
     @staticmethod
-    def make(kinds: Sequence[str], prepare: Callable[[], None] = lambda: None) -> Space:
+    def make_namespaces(
+        kinds: Sequence[str], prepare: Callable[[], None] = lambda: None
+    ) -> NamespaceSet:
         """Make new namespaces of these kinds.
 
         `prepare` runs once inside. Raises `ResourceError` where the kernel refuses.
         """
 
         def open_all() -> dict[str, int]:
-            unshare(kinds)
+            unshare_thread(kinds)
             prepare()
             return {
                 kind: os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
                 for kind in kinds
             }
 
-        return Space(_aside(open_all))
+        return NamespaceSet(_call_in_thread(open_all))
 
-    def inside(self, do: Callable[[], T]) -> T:
+    def call_inside(self, do: Callable[[], T]) -> T:
         """Call `do` in this network; it runs in a thread of its own, whose errors are raised
         here.
         """
 
         def enter() -> T:
-            _call("setns", self.fds["net"], KINDS["net"])
+            _call_libc("setns", self.fds["net"], KINDS["net"])
             return do()
 
-        return _aside(enter)
+        return _call_in_thread(enter)
 
     def close(self) -> None:
         """Close the descriptors: the namespaces end with the last process in them.
@@ -77,15 +79,15 @@ class Space:
             os.close(self.fds.popitem()[1])
 
 
-def unshare(kinds: Sequence[str]) -> None:
+def unshare_thread(kinds: Sequence[str]) -> None:
     """Put the calling thread into new namespaces of these kinds."""
     flags = 0
     for kind in kinds:
         flags |= KINDS[kind]
-    _call("unshare", flags)
+    _call_libc("unshare", flags)
 
 
-def furnish(hostname: str, names: Path) -> Callable[[], None]:
+def make_furnisher(hostname: str, names: Path) -> Callable[[], None]:
     """Make the function that turns new namespaces into a host: its name, the table `names` as
     /etc/hosts, shared memory of its own.
     """
@@ -93,11 +95,11 @@ def furnish(hostname: str, names: Path) -> Callable[[], None]:
     def prepare() -> None:
         socket.sethostname(hostname)
         # nothing mounted here is seen outside
-        _call("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
+        _call_libc("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
         if os.path.isdir("/dev/shm"):
-            _call("mount", b"paceline-lab", b"/dev/shm", b"tmpfs", 0, b"mode=1777")
+            _call_libc("mount", b"paceline-lab", b"/dev/shm", b"tmpfs", 0, b"mode=1777")
         if os.path.exists("/etc/hosts"):
-            _call("mount", os.fsencode(names), b"/etc/hosts", None, _MS_BIND, None)
+            _call_libc("mount", os.fsencode(names), b"/etc/hosts", None, _MS_BIND, None)
 
     return prepare
 
@@ -111,7 +113,7 @@ def become_root() -> None:
     end = time.monotonic() + _THREAD_SECONDS
     while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
         time.sleep(0.001)  # a thread that was joined may still be ending
-    unshare(["user"])
+    unshare_thread(["user"])
     for file, text in (
         ("setgroups", "deny"),
         ("uid_map", f"0 {user} 1"),
@@ -125,13 +127,13 @@ def become_root() -> None:
             ) from error
 
 
-def _aside(do: Callable[[], T]) -> T:
+def _call_in_thread(do: Callable[[], T]) -> T:
     """Call `do` in a new thread, which takes the namespaces that it enters with it when it ends."""
     with ThreadPoolExecutor(1, "paceline-lab-namespace") as thread:
         return thread.submit(do).result()
 
 
-def _call(name: str, *arguments: object) -> None:
+def _call_libc(name: str, *arguments: object) -> None:
     """Call a function of the C library that gives 0 or sets errno."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         code = ctypes.get_errno()

@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
 
-from paceline.cluster.discover import environment
+from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher.request import PLACEMENTS, Placement
 from paceline.errors import ResourceError, UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 from paceline.lab import chaos, cleaning, enter, kernel, remains, running
-from paceline.lab.description import Description, find, spell
+from paceline.lab.description import Description, find_cluster, spell_rate
 
 _SHELL: Final = "/bin/sh"
 
 
-def run(
+def run_in_lab(
     cluster: str, placement: str | None, start: running.LabRequest, *, kept: bool = True
 ) -> int:
     """Build the cluster, run it all, take the cluster down; the exit code is the one that `paceline
@@ -29,23 +29,25 @@ def run(
 
     `kept`: the run's folder stays, so it is named.
     """
-    description = find(cluster)
+    description = find_cluster(cluster)
     if placement is not None:
         if placement not in PLACEMENTS:
-            raise UsageError(f"--placement is {placement}; {choices(placement, PLACEMENTS)}")
+            raise UsageError(f"--placement is {placement}; {format_choices(placement, PLACEMENTS)}")
         description = replace(description, placement=cast(Placement, placement))
     try:
-        outcome = perform(description, start)
+        outcome = build_and_run(description, start)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     if kept and outcome.folder is not None:
         print(
-            f"paceline: the run's folder is {_short(outcome.folder)}", file=sys.stderr, flush=True
+            f"paceline: the run's folder is {_shorten_path(outcome.folder)}",
+            file=sys.stderr,
+            flush=True,
         )
     return outcome.code
 
 
-def perform(description: Description, start: running.LabRequest) -> running.Outcome:
+def build_and_run(description: Description, start: running.LabRequest) -> running.Outcome:
     """Build the cluster, describe it on this terminal where the run is shown there, run it all, and
     take the cluster down.
 
@@ -53,16 +55,16 @@ def perform(description: Description, start: running.LabRequest) -> running.Outc
     """
     from paceline.lab.hosts import Cluster
 
-    chaos.script(start.faults, description)
-    running.check(start)
+    chaos.list_faults(start.faults, description)
+    running.check_request(start)
     kernel.seek_rights()
-    with _endings(), Cluster(description) as built:
-        for line in (describe(description), *built.notes) if start.show else ():
+    with _end_on_signals(), Cluster(description) as built:
+        for line in (describe_cluster(description), *built.notes) if start.show else ():
             print(f"paceline: {line}", file=sys.stderr, flush=True)
         return built.perform(start)
 
 
-def describe(description: Description) -> str:
+def describe_cluster(description: Description) -> str:
     """Describe a cluster in a line: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of
     1gbit`.
     """
@@ -70,7 +72,7 @@ def describe(description: Description) -> str:
     links = "unequal links"
     if len(sides) == 1 and len(set(*sides)) == 1:
         rate = next(iter(sides))[0]
-        links = "unlimited links" if rate is None else f"links of {spell(rate)}"
+        links = "unlimited links" if rate is None else f"links of {spell_rate(rate)}"
     racks = f" in {len(description.racks)} racks" if description.racks else ""
     dealt = "in blocks" if description.placement == "block" else description.placement
     return (
@@ -79,14 +81,14 @@ def describe(description: Description) -> str:
     )
 
 
-def check() -> int:
+def show_abilities() -> int:
     """Show what this machine can do; 0 if a lab can run here."""
     try:
         print(f"rights: {kernel.seek_rights()}")
     except ResourceError as error:
         print(f"rights: MISSING: {error}\nno lab can run here")
         return 1
-    abilities = kernel.abilities()
+    abilities = kernel.try_abilities()
     width = max(len(ability.name) for ability in abilities)
     for ability in abilities:
         state = "yes" if not ability.reason else "MISSING" if ability.needed else "no"
@@ -96,19 +98,19 @@ def check() -> int:
     return 0 if able else 1
 
 
-def clean() -> int:
+def remove_leftovers() -> int:
     """Remove leftovers, and list them."""
-    for line in cleaning.clean() or ["nothing is left of any lab"]:
+    for line in cleaning.remove_leftovers() or ["nothing is left of any lab"]:
         print(line)
     return 0
 
 
-def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoReturn:
+def open_shell(host: str, command: Sequence[str], identity: str | None = None) -> NoReturn:
     """Become a shell in this host, or let one read this command: its words joined by blanks, as
     ssh does it, so that mpirun is at home.
     """
-    record = _running(identity)
-    seat = _seat(record, host)
+    record = _find_running_lab(identity)
+    seat = _find_host(record, host)
     process = record["process"]
     namespaces = [f"{kind}=/proc/{process}/fd/{fd}" for kind, fd in seat["fds"].items()]
     try:
@@ -120,7 +122,7 @@ def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoR
             "open the shell as the same user"
         ) from error
     groups = [f"{folder}/cgroup.procs" for folder in seat["cgroups"]]
-    surroundings = environment()
+    surroundings = copy_environment()
     own = surroundings.get("SHELL", _SHELL)
     words = [own, "-c", " ".join(command)] if command else [own]
     surroundings |= {
@@ -140,12 +142,14 @@ def shell(host: str, command: Sequence[str], identity: str | None = None) -> NoR
     os.execve(line[0], line, surroundings)
 
 
-def _running(identity: str | None) -> dict[str, Any]:
+def _find_running_lab(identity: str | None) -> dict[str, Any]:
     """Find the record of the lab that runs, or of the one that is asked for."""
-    labs = {record["identity"]: record for record in remains.read_all() if remains.alive(record)}
+    labs = {
+        record["identity"]: record for record in remains.read_records() if remains.is_alive(record)
+    }
     if identity is not None:
         if identity not in labs:
-            raise UsageError(f"no lab {identity} runs; {choices(identity, labs)}")
+            raise UsageError(f"no lab {identity} runs; {format_choices(identity, labs)}")
         return labs[identity]
     if not labs:
         raise UsageError(
@@ -157,24 +161,24 @@ def _running(identity: str | None) -> dict[str, Any]:
     return next(iter(labs.values()))
 
 
-def _seat(record: dict[str, Any], host: str) -> dict[str, Any]:
+def _find_host(record: dict[str, Any], host: str) -> dict[str, Any]:
     seats = {str(seat["name"]): seat for seat in record["hosts"]}
     if host.isdigit() and int(host) < len(seats) and host not in seats:
         return dict(record["hosts"][int(host)])
     if host not in seats:
         raise UsageError(
             f"lab {record['identity']} ({record['name']}) has no host {host}; "
-            f"{choices(host, seats)}"
+            f"{format_choices(host, seats)}"
         )
     return dict(seats[host])
 
 
-def _short(path: Path) -> Path:
+def _shorten_path(path: Path) -> Path:
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 @contextmanager
-def _endings() -> Iterator[None]:
+def _end_on_signals() -> Iterator[None]:
     """Take the cluster down on SIGTERM and SIGHUP as on Ctrl-C, also while it is built."""
 
     def leave(signum: int, frame: object) -> NoReturn:

@@ -15,7 +15,7 @@ from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 
 
-def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
+def agree_on_seed(agreement: Agreement, given: int | None, arguments: str) -> int:
     """Agree on the seed of all workers, drawn by the first if none is `given`.
 
     Raises `UsageError` if `arguments` differ. Collective.
@@ -33,7 +33,9 @@ def seed(agreement: Agreement, given: int | None, arguments: str) -> int:
     return int(seeds[0][0])
 
 
-def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -> Tensor | float:
+def average_values(
+    agreement: Agreement, group: Group, x: Tensor | float, weight: float
+) -> Tensor | float:
     """Return the mean of `x` over all workers by `weight`: a float for a float, else a tensor.
 
     Weight 0 is left out, even nan.
@@ -43,7 +45,7 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
     tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(float(x), dtype=torch.float64)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.float64)
-    total = math.fsum(_meet_alike(agreement, "run.mean", tensor, weight))
+    total = math.fsum(_exchange_weights(agreement, "run.mean", tensor, weight))
     if total == 0:
         raise UsageError(
             "run.mean: the weights of all workers are zero; give weight=, or call it where some "
@@ -54,19 +56,23 @@ def mean(agreement: Agreement, group: Group, x: Tensor | float, weight: float) -
     return result if isinstance(x, Tensor) else float(result)
 
 
-def add_up(agreement: Agreement, group: Group, x: Tensor | float, *, ghost: bool) -> Tensor | float:
+def sum_values(
+    agreement: Agreement, group: Group, x: Tensor | float, *, ghost: bool
+) -> Tensor | float:
     """Return the sum of `x` over workers, a number for a number; that of a `ghost` is left out."""
     exact = None if isinstance(x, int) else torch.float64
     tensor = x.detach() if isinstance(x, Tensor) else torch.tensor(x, dtype=exact)
     if not (tensor.is_floating_point() or tensor.is_complex()):
         tensor = tensor.to(torch.int64)
-    _meet_alike(agreement, "run.sum", tensor)
+    _exchange_weights(agreement, "run.sum", tensor)
     addend = torch.zeros_like(tensor) if ghost else tensor
     total = group.all_reduce(addend.contiguous(), name="run.sum").wait()
     return total if isinstance(x, Tensor) else total.item()
 
 
-def _meet_alike(agreement: Agreement, call: str, x: Tensor, weight: float = 1.0) -> list[float]:
+def _exchange_weights(
+    agreement: Agreement, call: str, x: Tensor, weight: float = 1.0
+) -> list[float]:
     """Return the weights of all workers.
 
     Raises `UsageError` if they have other kinds of tensors.
@@ -82,7 +88,7 @@ def _meet_alike(agreement: Agreement, call: str, x: Tensor, weight: float = 1.0)
     return [other for _, other in answers]
 
 
-def gather(
+def gather_rows(
     agreement: Agreement,
     group: Group,
     x: Tensor,

@@ -17,8 +17,8 @@ class LoaderEpochs:
         self.changes = False  # the membership may change
         self._generation_of: Callable[[ShareLoader], int] = lambda loader: 0
         # handed on without a call in between, as each step comes here twice
-        self.turn_begins: Callable[[ShareLoader, Turn], None] = step.begin_turn
-        self.turn_ends: Callable[[ShareLoader], None] = step.end_turn
+        self.begin_turn: Callable[[ShareLoader, Turn], None] = step.begin_turn
+        self.end_turn: Callable[[ShareLoader], None] = step.end_turn
 
     def recover_by(
         self, transaction: Transaction, generation_of: Callable[[ShareLoader], int]
@@ -39,13 +39,13 @@ class LoaderEpochs:
         for observer in self._loop.observers.training_begins:
             observer()
 
-    def epoch_asked(self, loader: ShareLoader) -> None:
+    def prepare_epoch(self, loader: ShareLoader) -> None:
         """Prepare for an epoch, before all workers meet for it."""
         if loader.terms.training:
             self.begin_training()
-        self._loop.idle_epochs.asked(loader)
+        self._loop.idle_epochs.prepare_epoch(loader)
 
-    def epoch_begins(self, loader: ShareLoader) -> None:
+    def begin_epoch(self, loader: ShareLoader) -> None:
         """Begin an epoch."""
         loop, training = self._loop, loader.terms.training
         if not training:
@@ -55,25 +55,25 @@ class LoaderEpochs:
         loop.note_ghosts(ghosts=loop.had_ghosts and bool(loop.turns.under_way))
         if training:
             self.end_left()
-            loop.batch_use.epoch_begins(progress)
-            loop.idle_epochs.begins(progress.activity)
-            if loop.over:
-                loader.finish()
+            loop.batch_use.begin_epoch(progress)
+            loop.idle_epochs.begin_epoch(progress.activity)
+            if loop.stopped:
+                loader.finish_epoch()
             for observer in loop.observers.epoch_began:
                 observer()
         # time before this, as of an evaluation, is not part of the first step
-        loop.clock.interruptions.take(0.0)
-        loop.clock.ask()
+        loop.clock.interruptions.take_interruptions(0.0)
+        loop.clock.begin_waiting()
 
-    def epoch_ends(self, loader: ShareLoader) -> None:
+    def end_epoch(self, loader: ShareLoader) -> None:
         """End an epoch that was run through, or left by `break`."""
         loop = self._loop
         progress = loop.turns.by_loader[id(loader)]
         if loop.turns.leader is progress:
             loop.turns.lead_by(None)
         if loader.terms.training:
-            loop.batch_use.epoch_ends(progress)
-            loop.idle_epochs.ends(progress.activity, whole=loader.ran_through)
+            loop.batch_use.end_epoch(progress)
+            loop.idle_epochs.end_epoch(progress.activity, whole=loader.ran_through)
         if loop.apart:
             # workers come together, with the same parameters
             loop.context.agreement.lockstep.bring_together()
@@ -85,14 +85,14 @@ class LoaderEpochs:
         """
         turns = self._loop.turns
         for progress in turns.left_by_break():
-            self.turn_ends(progress.loader)
-            self._loop.idle_epochs.flush(progress.activity)
+            self.end_turn(progress.loader)
+            self._loop.idle_epochs.flush_held_steps(progress.activity)
         if turns.leader is not None and not turns.leader.loader.under_way:
             turns.lead_by(None)
 
     def finish(self) -> None:
         """End the run: close the turns that a `break` left open, and make replicas equal."""
         for progress in list(self._loop.turns.under_way):
-            self.turn_ends(progress.loader)
-            self._loop.idle_epochs.flush(progress.activity)
+            self.end_turn(progress.loader)
+            self._loop.idle_epochs.flush_held_steps(progress.activity)
         self._loop.abilities.converge()

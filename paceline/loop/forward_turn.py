@@ -27,10 +27,10 @@ from paceline.parallel.containers import tree_leaves
 
 # what our hooks are pickled as: it returns None whatever it is given, and models load where there
 # is no paceline
-NOTHING: Final = (functools.partial, (contextlib.nullcontext.__exit__, None))
+UNPICKLED_AS_NONE: Final = (functools.partial, (contextlib.nullcontext.__exit__, None))
 
 
-class ForwardTurn:
+class ForwardTurnHook:
     """A forward hook that lets the graph remember its turn.
 
     In a copied or unpickled model it does nothing.
@@ -42,47 +42,47 @@ class ForwardTurn:
     def __call__(self, _: nn.Module, __: Any, out: Any) -> None:
         if torch.compiler.is_compiling() or self._loop is None or not torch.is_grad_enabled():
             return
-        loop, turn = self._loop, self._loop.training
+        loop, turn = self._loop, self._loop.training_turn
         if turn is None or not turn.train or loop.apart or loop.backward.sync.replicas_diverge:
             return
 
         def reached(_: Any) -> None:
-            if loop.training is not turn:
-                _check(loop, turn)
+            if loop.training_turn is not turn:
+                _check_weights_equal(loop, turn)
 
         for tensor in [out] if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(reached)
 
-    def remembers(self, loop: TrainingLoop) -> bool:
+    def belongs_to(self, loop: TrainingLoop) -> bool:
         """Whether this hook remembers turns of `loop`."""
         return self._loop is loop
 
-    def __deepcopy__(self, memo: object) -> ForwardTurn:
-        return ForwardTurn()
+    def __deepcopy__(self, memo: object) -> ForwardTurnHook:
+        return ForwardTurnHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NOTHING
+        return UNPICKLED_AS_NONE
 
 
-def remember(model: nn.Module, loop: TrainingLoop) -> None:
+def remember_turns(model: nn.Module, loop: TrainingLoop) -> None:
     """Let the outputs of this model remember their turn until the run ends.
 
     Calling it twice is harmless.
     """
     if not any(
-        isinstance(hook, ForwardTurn) and hook.remembers(loop)
+        isinstance(hook, ForwardTurnHook) and hook.belongs_to(loop)
         for hook in model._forward_hooks.values()
     ):
-        loop.bound.append(nn.Module.register_forward_hook(model, ForwardTurn(loop)).remove)
+        loop.undos.append(nn.Module.register_forward_hook(model, ForwardTurnHook(loop)).remove)
 
 
-def _check(loop: TrainingLoop, then: Turn) -> None:
+def _check_weights_equal(loop: TrainingLoop, then: Turn) -> None:
     """Raise `UsageError` if the turn `then` had another weight than the present one."""
-    now = loop.training
+    now = loop.training_turn
     scale = 1.0 / loop.context.group.size if now is None else now.scale
     if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(
-        _comes_to(watched.node) for watched in loop.backward.watched.parameters
+        _will_reach(watched.node) for watched in loop.backward.watched.parameters
     ):
         where = (
             "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"
@@ -97,7 +97,7 @@ def _check(loop: TrainingLoop, then: Turn) -> None:
         )
 
 
-def _comes_to(node: Any) -> bool:
+def _will_reach(node: Any) -> bool:
     """Whether the pass under way adds to the gradient of the parameter whose node this is."""
     try:
         return bool(torch._C._will_engine_execute_node(node))

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.agreement import Agreement
-from paceline.data.serialization import pack, unpack
+from paceline.data.serialization import pack_value, unpack_value
 from paceline.parallel.batchnorm import is_synchronised
 
 # relative and absolute difference that rounding may make between workers in a buffer that depends
 # on weights alone
-NEAR = 1e-5
+TOLERANCE = 1e-5
 
-Buffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
+SavedBuffers = list[tuple[nn.Module, str, Tensor | None, Tensor | None]]
 
 
-def buffers(models: Iterable[nn.Module]) -> Buffers:
+def copy_buffers(models: Iterable[nn.Module]) -> SavedBuffers:
     """Copy all buffers of the models, except those of synchronous BatchNorm.
 
     Those are right on a ghost, too.
@@ -43,7 +43,7 @@ def buffers(models: Iterable[nn.Module]) -> Buffers:
     return copies
 
 
-def put_back(saved: Buffers) -> None:
+def restore_buffers(saved: SavedBuffers) -> None:
     """Set buffers back to what they were."""
     for module, name, buffer, values in saved:
         if buffer is not None and values is not None:
@@ -52,7 +52,7 @@ def put_back(saved: Buffers) -> None:
         module._buffers[name] = buffer
 
 
-def level(saved: Buffers, agreement: Agreement, *, ghost: bool) -> None:
+def share_buffers(saved: SavedBuffers, agreement: Agreement, *, ghost: bool) -> None:
     """Let ghosts take the buffers that the turn has changed alike on all workers with samples.
 
     Collective.
@@ -65,41 +65,43 @@ def level(saved: Buffers, agreement: Agreement, *, ghost: bool) -> None:
     changed = (
         []
         if ghost
-        else [(place, _present(saved, place)) for place in shared if _is_other(saved, place)]
+        else [
+            (place, _present_value(saved, place)) for place in shared if _has_changed(saved, place)
+        ]
     )
-    bodies = agreement.meet("buffers", b"" if ghost else pack(changed, what="buffers"))
-    changes = [dict(unpack(body)) for body in bodies if body]
+    bodies = agreement.meet("buffers", b"" if ghost else pack_value(changed, what="buffers"))
+    changes = [dict(unpack_value(body)) for body in bodies if body]
     if ghost and changes:  # perhaps no worker with samples is left
         for place, value in changes[0].items():
-            if all(place in other and _alike(value, other[place]) for other in changes[1:]):
-                _take(saved, place, value)
+            if all(place in other and _nearly_equal(value, other[place]) for other in changes[1:]):
+                _set_buffer(saved, place, value)
 
 
-def _alike(one: Tensor | None, other: Tensor | None) -> bool:
+def _nearly_equal(one: Tensor | None, other: Tensor | None) -> bool:
     """Whether two values are the same, but for rounding that differs between processors."""
     if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
         return one is other
     return (
-        torch.allclose(one, other, rtol=NEAR, atol=NEAR)
+        torch.allclose(one, other, rtol=TOLERANCE, atol=TOLERANCE)
         if one.is_floating_point()
         else torch.equal(one, other)
     )
 
 
-def _present(saved: Buffers, place: int) -> Tensor | None:
+def _present_value(saved: SavedBuffers, place: int) -> Tensor | None:
     module, name, *_ = saved[place]
     buffer = module._buffers.get(name)
     return None if buffer is None else buffer.detach()
 
 
-def _is_other(saved: Buffers, place: int) -> bool:
-    now, before = _present(saved, place), saved[place][3]
+def _has_changed(saved: SavedBuffers, place: int) -> bool:
+    now, before = _present_value(saved, place), saved[place][3]
     if now is None or before is None:
         return now is not before
     return now.dtype != before.dtype or not torch.equal(now, before)
 
 
-def _take(saved: Buffers, place: int, value: Tensor | None) -> None:
+def _set_buffer(saved: SavedBuffers, place: int, value: Tensor | None) -> None:
     module, name, *_ = saved[place]
     buffer = module._buffers.get(name)
     if (

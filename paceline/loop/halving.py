@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.comm.group_protocol import piece_bounds
-from paceline.data.batches import cut, rows
+from paceline.data.batches import count_rows, cut_rows
 from paceline.errors import DataError
-from paceline.formatting import counted
-from paceline.loop.ghost import buffers, put_back
+from paceline.formatting import format_count
+from paceline.loop.ghost import copy_buffers, restore_buffers
 from paceline.loop.out_of_memory import is_out_of_memory
 from paceline.parallel.containers import tree_leaves
 
 # steps in which memory may turn out to be too small: optimizers have all of their state after the
 # first
-FIRST = 10
+FIRST_STEPS = 10
 
 
 class StepBatch(NamedTuple):
@@ -39,7 +39,7 @@ class StepBatch(NamedTuple):
     given: tuple[Any, ...]
     options: Mapping[str, Any]
 
-    def obstacle(self) -> str | None:
+    def find_obstacle(self) -> str | None:
         """Reason not to take the step in parts; None if none is known before the loss."""
         for module in self.model.modules():
             if reason := getattr(module, "whole_batches_only", ""):
@@ -59,21 +59,21 @@ class StepBatch(NamedTuple):
         ):
             return "what it is given requires gradients"
         try:
-            self.rows()
+            self.count_rows()
         except DataError as error:
             return str(error)
         return None
 
-    def rows(self) -> int:
+    def count_rows(self) -> int:
         """Number of rows of all tensors. Raises `DataError` if tensors differ in it."""
-        return rows((self.given, dict(self.options)))
+        return count_rows((self.given, dict(self.options)))
 
-    def part(self, start: int, stop: int, count: int) -> StepBatch:
+    def take_rows(self, start: int, stop: int, count: int) -> StepBatch:
         """Return rows `start` to `stop` of `count`."""
         return StepBatch(
             self.model,
-            cut(self.given, start, stop, count),
-            cut(dict(self.options), start, stop, count),
+            cut_rows(self.given, start, stop, count),
+            cut_rows(dict(self.options), start, stop, count),
         )
 
 
@@ -93,7 +93,7 @@ Value = Callable[[StepBatch], Tensor]  # goes forward, and returns the loss
 Weights = Callable[[Sequence[StepBatch]], Sequence[float]]
 
 
-def _tell(text: str) -> None:
+def _warn(text: str) -> None:
     # on each worker: others may have memory enough
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
@@ -103,21 +103,21 @@ class HalvedSteps:
 
     def __init__(self, rank: Callable[[], int]) -> None:
         self._rank = rank
-        self.most: int | None = None  # rows at a time; None: all, so far
+        self.max_rows: int | None = None  # rows at a time; None: all, so far
         self._proven: int | None = None  # with which a step has been taken
         self._failed = 0  # the fewest rows that didn't fit
-        self._at, self._seen = -1, 0  # the last step seen, and how many
+        self._seen_step, self._first_steps = -1, 0  # the last step seen, and how many
 
     def is_first(self, step: int) -> bool:
         """Count step number `step`, and return whether it is one of the `FIRST` of this process.
 
         A resumed run has such first steps, too.
         """
-        if step != self._at:
-            self._at, self._seen = step, self._seen + 1
-        return self._seen <= FIRST
+        if step != self._seen_step:
+            self._seen_step, self._first_steps = step, self._first_steps + 1
+        return self._first_steps <= FIRST_STEPS
 
-    def step(
+    def step_in_parts(
         self,
         batch: StepBatch,
         count: int,
@@ -133,25 +133,26 @@ class HalvedSteps:
         smaller if memory runs out. Raises `OtherLeaves`, with everything as it was before, if the
         loss has gradients for tensors that are no parameters of the model.
         """
-        saved = buffers([batch.model])
+        saved = copy_buffers([batch.model])
         while True:
             try:
-                loss = self._parts(batch, count, value, weights, scale)
+                loss = self._accumulate_parts(batch, count, value, weights, scale)
                 break
             except OtherLeaves:
-                put_back(saved)
-                self.most = self._proven
+                restore_buffers(saved)
+                self.max_rows = self._proven
                 raise
             except Exception as error:
-                if not (first and self.may_halve(error, min(count, self.most or count))):
+                if not (first and self.may_halve(error, min(count, self.max_rows or count))):
                     raise
-            put_back(saved)
-            self.halve(min(count, self.most or count))
-        if self.most != self._proven:
-            self._proven = self.most
-            failed = counted(self._failed, "sample")
-            _tell(
-                f"rank {self._rank()} ran out of memory on {failed}, and takes {self.most} at a "
+            restore_buffers(saved)
+            self.halve_rows(min(count, self.max_rows or count))
+        if self.max_rows != self._proven:
+            self._proven = self.max_rows
+            failed = format_count(self._failed, "sample")
+            _warn(
+                f"rank {self._rank()} ran out of memory on {failed}, and takes {self.max_rows} at "
+                "a "
                 "time from now on"
             )
         return loss
@@ -160,13 +161,13 @@ class HalvedSteps:
         """Whether memory has run out and this number of rows can be halved."""
         return is_out_of_memory(error) and count > 1
 
-    def halve(self, count: int) -> None:
+    def halve_rows(self, count: int) -> None:
         """Take at most half of this number of rows at a time from now on."""
-        self.most, self._failed = (count + 1) // 2, count
+        self.max_rows, self._failed = (count + 1) // 2, count
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _parts(
+    def _accumulate_parts(
         self,
         batch: StepBatch,
         count: int,
@@ -174,9 +175,9 @@ class HalvedSteps:
         weights: Weights,
         scale: Callable[[Tensor], float],
     ) -> Tensor:
-        most = self.most or count
+        most = self.max_rows or count
         parts = [
-            batch.part(start, stop, count)
+            batch.take_rows(start, stop, count)
             for start, stop in piece_bounds(count, math.ceil(count / most))
         ]
         trained = [parameter for parameter in batch.model.parameters() if parameter.requires_grad]
@@ -187,22 +188,24 @@ class HalvedSteps:
             weighted = loss.detach() * weight
             total = weighted if total is None else total + weighted
             if loss.requires_grad:
-                if not {id(leaf) for leaf in leaves(loss)} <= {
+                if not {id(leaf) for leaf in find_leaves(loss)} <= {
                     id(parameter) for parameter in trained
                 }:
                     raise OtherLeaves
                 grads = torch.autograd.grad(
                     loss * (weight * scale(loss)), trained, allow_unused=True
                 )
-                sums = [_added(before, grad) for before, grad in zip(sums, grads, strict=True)]
+                sums = [
+                    _add_gradients(before, grad) for before, grad in zip(sums, grads, strict=True)
+                ]
                 del grads
             del loss
-        give(trained, sums)
+        inject_gradients(trained, sums)
         assert total is not None
         return total
 
 
-def leaves(loss: Tensor, *, beside: Iterable[Any] = ()) -> Iterator[Tensor]:
+def find_leaves(loss: Tensor, *, beside: Iterable[Any] = ()) -> Iterator[Tensor]:
     """Yield the tensors to which a backward from `loss` would add gradients.
 
     Tensors that are reached only through nodes of `beside` are left out.
@@ -222,11 +225,11 @@ def leaves(loss: Tensor, *, beside: Iterable[Any] = ()) -> Iterator[Tensor]:
                 waiting.append(below)
 
 
-def _added(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
+def _add_gradients(before: Tensor | None, grad: Tensor | None) -> Tensor | None:
     return before if grad is None else grad if before is None else before + grad
 
 
-def give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def inject_gradients(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
     """Let a backward find these gradients, as if it had made them."""
     pairs = [
         (parameter, grad)
@@ -234,13 +237,13 @@ def give(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> No
         if grad is not None
     ]
     if pairs:
-        carrier: Tensor = _Given.apply(
+        carrier: Tensor = _InjectedGradients.apply(
             [grad for _, grad in pairs], *(parameter for parameter, _ in pairs)
         )  # type: ignore[no-untyped-call]
         carrier.backward()
 
 
-class _Given(torch.autograd.Function):
+class _InjectedGradients(torch.autograd.Function):
     """A number whose gradients are given."""
 
     @staticmethod

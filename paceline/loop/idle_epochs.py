@@ -24,14 +24,14 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from paceline.cluster.control.progress import Page
+from paceline.cluster.control.progress import ProgressPage
 from paceline.data.loader import ShareLoader, Turn
 from paceline.loop.observers import LoopObservers
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
 from paceline.sync.transaction import Transaction
 
-SOME = 8  # parameters, and elements of each, that are compared once an epoch
+COMPARED = 8  # parameters, and elements of each, that are compared once an epoch
 NOTHING_TRAINED = (
     "an epoch of a loader had no backward and no step of an optimizer: it was an evaluation, and "
     "its turns are no steps. Say "
@@ -49,17 +49,17 @@ class EpochActivity:
     follows: bool = False  # whether anything is trained in it is followed
     trained: bool = False  # there was a backward, or a step of an optimizer
     turned: bool = False  # a turn of it has ended
-    marks: list[Any] | None = None  # versions of all parameters and gradients when it began
+    fingerprint: list[Any] | None = None  # versions of all parameters and gradients when it began
     # steps in which nothing was trained so far
-    held: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)
+    held_steps: list[tuple[int, Turn, dict[str, float]]] = field(default_factory=list)
 
 
 class StepCounter(Protocol):
     """A loop that counts steps. `quiet`: depth of `no_sync` blocks."""
 
-    steps: int
+    steps_made: int
     quiet: int
-    acts: int
+    actions: int
     observers: LoopObservers
     models: list[nn.Module]
 
@@ -68,7 +68,7 @@ class StepCounter(Protocol):
         """Makes a step hold on all workers or on none."""
         ...
 
-    def place(self, steps: int) -> None:
+    def go_to_step(self, steps: int) -> None:
         """Go to step number `steps`."""
         ...
 
@@ -80,124 +80,133 @@ class IdleEpochs:
     """
 
     def __init__(
-        self, loop: StepCounter, context: SyncContext, backward: GradientTracker, page: Page | None
+        self,
+        loop: StepCounter,
+        context: SyncContext,
+        backward: GradientTracker,
+        page: ProgressPage | None,
     ) -> None:
         self._loop, self._context, self._backward, self._page = loop, context, backward, page
         # steps that were held back are handed over, and the one that ends with them: what is
         # measured now isn't theirs
-        self.late = False
+        self.flushing = False
         # acts of the loop, and passes that have reached a parameter, when `note` last looked
-        self._seen = (0, 0)
+        self._seen_actions = (0, 0)
 
-    def asked(self, loader: ShareLoader) -> None:
+    def prepare_epoch(self, loader: ShareLoader) -> None:
         """Prepare for an epoch that is about to begin."""
         terms = loader.terms
         terms.idle = (
             terms.training
-            and self._follows(loader)
-            and (terms.idled or not any(model.training for model in self._loop.models))
+            and self._can_follow(loader)
+            and (terms.last_epoch_idle or not any(model.training for model in self._loop.models))
         )
 
-    def _follows(self, loader: ShareLoader) -> bool:
+    def _can_follow(self, loader: ShareLoader) -> bool:
         """Whether all workers can tell if anything is trained, and the script doesn't say."""
         terms, sync = loader.terms, self._backward.sync
-        visible = terms.alone or (
+        visible = terms.is_alone or (
             sync.exchanges_in_backward and bool(self._backward.watched.parameters)
         )
         if terms.train is not None or not visible or self._loop.transaction.recovers:
             return False
         return any(p.requires_grad for model in self._loop.models for p in model.parameters())
 
-    def begins(self, activity: EpochActivity) -> None:
+    def begin_epoch(self, activity: EpochActivity) -> None:
         """Begin an epoch of a training loader."""
         activity.follows, activity.trained, activity.turned = (
-            self._follows(activity.loader),
+            self._can_follow(activity.loader),
             False,
             False,
         )
-        activity.marks = self._marks() if activity.follows else None
-        self._acted()
+        activity.fingerprint = self._fingerprint_parameters() if activity.follows else None
+        self._has_acted()
 
-    def _acted(self) -> bool:
+    def _has_acted(self) -> bool:
         """Whether an optimizer, `no_sync` or a gradient was used since the last call."""
-        before, self._seen = self._seen, (self._loop.acts, self._backward.reached)
-        return before != self._seen
+        before, self._seen_actions = (
+            self._seen_actions,
+            (self._loop.actions, self._backward.reached),
+        )
+        return before != self._seen_actions
 
-    def _marks(self) -> list[Any]:
+    def _fingerprint_parameters(self) -> list[Any]:
         """Values that change with parameters and, on a single worker, with a backward pass.
 
         On several workers `reached` shows a backward pass.
         """
         parameters = [p for model in self._loop.models for p in model.parameters()]
         marks: list[Any] = [p._version for p in parameters]
-        some = [p for p in parameters if p.requires_grad and p.device.type == "cpu"][:SOME]
+        some = [p for p in parameters if p.requires_grad and p.device.type == "cpu"][:COMPARED]
         # p.data changes without being counted
-        marks += [p.detach().reshape(-1)[:SOME].tolist() for p in some]
+        marks += [p.detach().reshape(-1)[:COMPARED].tolist() for p in some]
         if self._context.group.size == 1:
             marks += [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
         return marks
 
-    def note(self, activity: EpochActivity, around: Iterable[EpochActivity], *, last: bool) -> None:
+    def note_turn(
+        self, activity: EpochActivity, around: Iterable[EpochActivity], *, last: bool
+    ) -> None:
         """Note that a turn of `activity` has ended, with those `around` it under way.
 
         `last`: its gradients are exchanged.
         """
         activity.turned = True
-        if self._acted() or self._loop.quiet:
+        if self._has_acted() or self._loop.quiet:
             for other in around:
                 other.trained, other.loader.terms.idle = True, False
         elif last and activity.follows and not activity.trained:
-            if self._marks() != activity.marks:
+            if self._fingerprint_parameters() != activity.fingerprint:
                 activity.trained = True
             else:
                 activity.loader.terms.idle = True
 
-    def count(
+    def count_step(
         self, activity: EpochActivity, step: int, turn: Turn, seconds: dict[str, float]
     ) -> None:
         """Count a turn of `activity` as step `step`, or hold it back while nothing is trained."""
         if activity.follows and not activity.trained:
-            activity.held.append((step, turn, seconds))
+            activity.held_steps.append((step, turn, seconds))
             return
-        activity.held.append((step, turn, seconds))
-        self.flush(activity)
+        activity.held_steps.append((step, turn, seconds))
+        self.flush_held_steps(activity)
 
-    def flush(self, activity: EpochActivity) -> None:
+    def flush_held_steps(self, activity: EpochActivity) -> None:
         """Hand over the steps that were held back."""
-        held, activity.held = activity.held, []
-        now, self.late = self._loop.steps, True
+        held, activity.held_steps = activity.held_steps, []
+        now, self.flushing = self._loop.steps_made, True
         for step, turn, seconds in held:
-            self._loop.place(step)
+            self._loop.go_to_step(step)
             for observer in self._loop.observers.step_ended:
                 observer(step, turn.global_batch, seconds)
-        self.late = False
+        self.flushing = False
         if held:
-            self._loop.place(now)
+            self._loop.go_to_step(now)
 
-    def ends(self, activity: EpochActivity, *, whole: bool) -> None:
+    def end_epoch(self, activity: EpochActivity, *, whole: bool) -> None:
         """End an epoch of a training loader.
 
         `whole`: the loop wasn't left by `break`. An epoch resumed at its end tells nothing.
         """
-        terms, held = activity.loader.terms, activity.held
+        terms, held = activity.loader.terms, activity.held_steps
         terms.idle, whole = False, whole and activity.turned
         if activity.follows and not activity.trained and whole:
-            changed = b"c" if self._marks() != activity.marks else b""
+            changed = b"c" if self._fingerprint_parameters() != activity.fingerprint else b""
             activity.trained = any(
                 self._context.agreement.meet("an epoch without a backward", changed)
             )
         if activity.trained or not activity.follows:
-            terms.idled = False
+            terms.last_epoch_idle = False
         elif whole:
-            terms.idled, activity.held = True, []
-            terms.announce(NOTHING_TRAINED)
+            terms.last_epoch_idle, activity.held_steps = True, []
+            terms.announce_once(NOTHING_TRAINED)
             if held:
-                self._go_back(held[0][0] - 1)
-        self.flush(activity)
+                self._uncount_steps(held[0][0] - 1)
+        self.flush_held_steps(activity)
 
-    def _go_back(self, steps: int) -> None:
-        self._loop.place(steps)
+    def _uncount_steps(self, steps: int) -> None:
+        self._loop.go_to_step(steps)
         if self._page is not None:
-            self._page.passed(steps)
+            self._page.write_step(steps)
         for observer in self._loop.observers.went_back:
             observer(steps)

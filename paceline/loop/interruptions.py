@@ -63,21 +63,21 @@ class InterruptionMeter:
         self._process = os.getpid()
         self._schedstat: FileIO | None = None
         self._closed = False
-        self._then = _Counters()
+        self._last_counters = _Counters()
         # seconds of the clock, and of this thread on a processor, at the last `take`
-        self._clock = self._ran = 0.0
+        self._clock = self._seconds_run = 0.0
         self._collected = 0.0  # seconds since the last `take`
         # when the one under way began, by the two clocks
         self._collecting: tuple[float, int] | None = None
-        self._looked, self._ticks = 0.0, 0
+        self._looked_at, self._ticks = 0.0, 0
 
     @property
-    def untold(self) -> tuple[str, ...]:
+    def unmeasured(self) -> tuple[str, ...]:
         """Causes that can't be measured here; their time counts as compute or data loading."""
         told = Path(self._proc, "self/schedstat").exists()
         return (*(() if told else ("stolen",)), *(() if _WHO is not None else ("paging",)))
 
-    def take(self, seconds: float) -> Interruptions:
+    def take_interruptions(self, seconds: float) -> Interruptions:
         """Seconds of interruptions of this thread since the last call, by cause.
 
         They are limited to `seconds` of its own work since then.
@@ -85,16 +85,20 @@ class InterruptionMeter:
         if self._closed:
             return Interruptions()
         if threading.get_ident() != self._thread:
-            self._follow()
+            self._follow_thread()
             return Interruptions()
         clock, ran = time.perf_counter(), time.thread_time()
-        stood, self._clock, self._ran = (clock - self._clock) - (ran - self._ran), clock, ran
+        stood, self._clock, self._seconds_run = (
+            (clock - self._clock) - (ran - self._seconds_run),
+            clock,
+            ran,
+        )
         collection, self._collected = min(self._collected, seconds), 0.0
-        outside = 0.0 if clock - self._looked < _EVERY else self._from_outside(clock)
+        outside = 0.0 if clock - self._looked_at < _EVERY else self._measure_stolen(clock)
         if stood < _SHORT:
             return Interruptions(collection, min(outside, seconds - collection))
-        now, then = self._read(), self._then
-        self._then = now
+        now, then = self._read_counters(), self._last_counters
+        self._last_counters = now
         delayed = min(now.delayed - then.delayed, stood)
         stolen = min(delayed + outside, seconds - collection)
         paging = 0.0
@@ -112,15 +116,15 @@ class InterruptionMeter:
         """Measure nothing more."""
         self._closed = True
         with contextlib.suppress(ValueError):
-            gc.callbacks.remove(self._collects)
+            gc.callbacks.remove(self._note_collection)
         if self._schedstat is not None:
             self._schedstat.close()
             self._schedstat = None
 
-    def _follow(self) -> None:
+    def _follow_thread(self) -> None:
         """Measure the thread that calls this."""
-        if self._collects not in gc.callbacks:
-            gc.callbacks.append(self._collects)
+        if self._note_collection not in gc.callbacks:
+            gc.callbacks.append(self._note_collection)
         if self._schedstat is not None:
             self._schedstat.close()
             self._schedstat = None
@@ -129,24 +133,24 @@ class InterruptionMeter:
             self._schedstat = FileIO(
                 str(self._proc / f"self/task/{threading.get_native_id()}/schedstat")
             )
-        self._collected, self._then = 0.0, self._read()
-        self._clock, self._ran = time.perf_counter(), time.thread_time()
-        self._looked = self._clock
-        self._ticks = self._outside()
+        self._collected, self._last_counters = 0.0, self._read_counters()
+        self._clock, self._seconds_run = time.perf_counter(), time.thread_time()
+        self._looked_at = self._clock
+        self._ticks = self._read_stolen_ticks()
 
-    def _read(self) -> _Counters:
+    def _read_counters(self) -> _Counters:
         delayed = 0.0
         if self._schedstat is not None:
             delayed = int(os.pread(self._schedstat.fileno(), 64, 0).split()[1]) * 1e-9
         faults = 0 if _WHO is None else resource.getrusage(_WHO).ru_majflt
         return _Counters(delayed, faults)
 
-    def _from_outside(self, now: float) -> float:
+    def _measure_stolen(self, now: float) -> float:
         """Seconds that this virtual machine's host took from one processor since the last look."""
-        self._looked, before, self._ticks = now, self._ticks, self._outside()
+        self._looked_at, before, self._ticks = now, self._ticks, self._read_stolen_ticks()
         return (self._ticks - before) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
 
-    def _outside(self) -> int:
+    def _read_stolen_ticks(self) -> int:
         """Ticks that the host of this virtual machine has ever taken from all its processors."""
         try:
             with (self._proc / "stat").open("rb") as file:
@@ -154,7 +158,7 @@ class InterruptionMeter:
         except (OSError, IndexError, ValueError):
             return 0
 
-    def _collects(self, phase: str, info: dict[str, int]) -> None:
+    def _note_collection(self, phase: str, info: dict[str, int]) -> None:
         """Note that Python begins, or ends, to search for garbage."""
         if threading.get_ident() != self._thread:
             return
@@ -166,4 +170,6 @@ class InterruptionMeter:
             now = time.perf_counter_ns()
             # and not a reader's, which was forked
             if now - began >= LONG_NS and os.getpid() == self._process:
-                self._trace.record(f"generation {info['generation']}", "collection", began, now)
+                self._trace.record_span(
+                    f"generation {info['generation']}", "collection", began, now
+                )

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from paceline.data.loader import ShareLoader, Turn
 from paceline.errors import PacelineError, UsageError
-from paceline.loop.ghost import Buffers
+from paceline.loop.ghost import SavedBuffers
 from paceline.loop.idle_epochs import EpochActivity
 from paceline.loop.out_of_memory import is_out_of_memory
 
-MEMORY = (
+MEMORY_HINT = (
     'Memory ran out. run.step(model, x, y, loss=..., micro_batches="auto") takes this worker\'s '
     "part of a batch in pieces that fit; "
     "in a loop of your own put all passes but the last into run.no_sync()"
@@ -26,12 +26,12 @@ class LoaderProgress:
     epoch_at: int = 0
     turn_at: int = 0
     turn: Turn | None = None
-    kept: Buffers = field(default_factory=list)  # as they were before a ghost's turn
+    saved_buffers: SavedBuffers = field(default_factory=list)  # as they were before a ghost's turn
     # passes that the turn around this one had exchanged, and whether it was silenced
-    outer: tuple[int, bool] = (0, False)
-    gathered: int = 0  # how many times rows of this batch were gathered
+    outer_turn: tuple[int, bool] = (0, False)
+    rows_gathered: int = 0  # how many times rows of this batch were gathered
     # calls of gather in this turn, with those answered when the batch was dealt before
-    passed: int = 0
+    row_requests: int = 0
     activity: EpochActivity = field(init=False)
     discarded: bool = False  # its rows died with a worker: it is dealt again
 
@@ -42,27 +42,27 @@ class LoaderProgress:
         """Begin an epoch at this moment, by the count of `OpenTurns`."""
         self.epoch_at = moment
 
-    def ask_rows(self) -> bool:
+    def needs_rows(self) -> bool:
         """Count a request for rows of this batch; return whether they must still be gathered."""
-        self.passed += 1
-        return self.passed > self.gathered and not self.discarded
+        self.row_requests += 1
+        return self.row_requests > self.rows_gathered and not self.discarded
 
     def keep_rows(self) -> None:
         """Note that all workers have the rows of this batch."""
-        self.gathered = self.passed
+        self.rows_gathered = self.row_requests
 
     def forget_rows(self, *, failed: bool) -> None:
         """End a turn; rows of one that has failed are not gathered again when it comes again."""
         self.discarded = False
         if not failed:
-            self.gathered = 0
+            self.rows_gathered = 0
 
     def discard(self) -> None:
         """Discard this turn, so that its batch is dealt again."""
         self.discarded = True
 
 
-def innermost(progresses: list[LoaderProgress]) -> Turn | None:
+def find_innermost_turn(progresses: list[LoaderProgress]) -> Turn | None:
     """Return the innermost turn under way, or None.
 
     A turn left by `break` counts only where no other is under way.
@@ -74,21 +74,21 @@ def innermost(progresses: list[LoaderProgress]) -> Turn | None:
     ).turn
 
 
-def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> None:
+def explain_error(error: BaseException | None, progresses: list[LoaderProgress]) -> None:
     """Add a hint to an error of the script: memory ran out, or the batch had no rows."""
     if (
         is_out_of_memory(error)
         and error is not None
         and any(progress.turn is not None and progress.turn.train for progress in progresses)
     ):
-        error.add_note(MEMORY)
+        error.add_note(MEMORY_HINT)
     empty = next(
         (
             progress
             for progress in progresses
             if progress.turn is not None
             and progress.turn.share == 0
-            and not progress.loader.terms.ghosts
+            and not progress.loader.terms.uses_ghosts
         ),
         None,
     )
@@ -110,16 +110,16 @@ def explain(error: BaseException | None, progresses: list[LoaderProgress]) -> No
     )
 
 
-def parts(progress: LoaderProgress) -> tuple[float, ...]:
+def worker_parts(progress: LoaderProgress) -> tuple[float, ...]:
     """Part of the present batch that each worker has; only this worker's if batches are weighed."""
     turn, terms = progress.turn, progress.loader.terms
     assert turn is not None
-    if terms.weigh is not None or terms.shard == "mine" or terms.by_cost:
+    if terms.weigh is not None or terms.shard == "mine" or terms.deals_by_cost:
         return (turn.scale,)
     return tuple(share / turn.global_batch for share in terms.shares(turn.global_batch))
 
 
-def check_beside(progresses: list[LoaderProgress]) -> None:
+def check_side_by_side(progresses: list[LoaderProgress]) -> None:
     """Raise `UsageError` if two training loaders that run side by side deal differently.
 
     Shares weight a worker's part of one loss, and two loaders would give two weights.
@@ -132,10 +132,10 @@ def check_beside(progresses: list[LoaderProgress]) -> None:
     for one, other in itertools.combinations(side, 2):
         # neither loop is inside a turn of the other
         beside = one.epoch_at < other.turn_at and other.epoch_at < one.turn_at
-        if beside and parts(one) != parts(other):
+        if beside and worker_parts(one) != worker_parts(other):
             raise UsageError(
                 "two training loaders are under way at once, and deal their batches differently: "
-                f"{parts(one)} and {parts(other)} "
+                f"{worker_parts(one)} and {worker_parts(other)} "
                 "of each batch to the workers, so one loss can't be weighted by both; "
                 "let both batch sizes be multiples of the number "
                 "of workers, with drop_last=True, or finish one loop before the other"

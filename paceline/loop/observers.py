@@ -37,7 +37,7 @@ class LoopObservers:
     ghost_ended: tuple[Callable[[], None], ...] = ()
     went_back: tuple[Callable[[int], None], ...] = ()  # steps after this one were none
 
-    def order(self) -> Iterator[str]:
+    def describe_order(self) -> Iterator[str]:
         """Yield each moment with what is called at it, in order."""
         for moment in fields(self):
             if observers := getattr(self, moment.name):

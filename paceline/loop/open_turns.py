@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 from paceline.data.loader import ShareLoader, Turn
 from paceline.data.spec import LoaderSpec
-from paceline.loop.iteration import LoaderProgress, innermost
+from paceline.loop.iteration import LoaderProgress, find_innermost_turn
 
 
 class OpenTurns:
@@ -49,7 +49,7 @@ class OpenTurns:
 
         A turn left by `break` counts only if no other is under way.
         """
-        return innermost(self.under_way)
+        return find_innermost_turn(self.under_way)
 
     @property
     def training(self) -> Turn | None:
@@ -58,13 +58,13 @@ class OpenTurns:
         It is the innermost training turn, or else the innermost turn.
         """
         if len(self.under_way) < 2:
-            return innermost(self.under_way)
+            return find_innermost_turn(self.under_way)
         training = [
             progress
             for progress in self.under_way
             if progress.turn is not None and progress.turn.train
         ]
-        return innermost(training) or innermost(self.under_way)
+        return find_innermost_turn(training) or find_innermost_turn(self.under_way)
 
     @property
     def leading(self) -> Turn | None:

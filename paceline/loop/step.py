@@ -25,11 +25,11 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
-from paceline.cluster.control.progress import Page
+from paceline.cluster.control.progress import ProgressPage
 from paceline.comm.backward_pass import current_pass_id
 from paceline.data.loader import ShareLoader, Turn
-from paceline.loop.ghost import Buffers, buffers, level, put_back
-from paceline.loop.iteration import LoaderProgress, check_beside
+from paceline.loop.ghost import SavedBuffers, copy_buffers, restore_buffers, share_buffers
+from paceline.loop.iteration import LoaderProgress, check_side_by_side
 from paceline.loop.turns import TrainingLoop
 from paceline.sync.abilities import Abilities
 from paceline.sync.autograd import GradientTracker
@@ -73,7 +73,11 @@ class TrainingStep:
     """The moments of a training step, in their order."""
 
     def __init__(
-        self, sync: Sync, context: SyncContext, abilities: Abilities, page: Page | None = None
+        self,
+        sync: Sync,
+        context: SyncContext,
+        abilities: Abilities,
+        page: ProgressPage | None = None,
     ) -> None:
         self.loop = TrainingLoop(
             sync,
@@ -91,7 +95,7 @@ class TrainingStep:
         now, loop = time.perf_counter(), self.loop
         turns, backward = loop.turns, loop.backward
         progress = turns.by_loader[id(loader)]
-        progress.turn, progress.turn_at, progress.passed = turn, next(turns.moments), 0
+        progress.turn, progress.turn_at, progress.row_requests = turn, next(turns.moments), 0
         if turn.train:
             # The first training loader that is under way leads: its turns are the steps.
             if turns.leader is None:
@@ -100,7 +104,7 @@ class TrainingStep:
                     observer(loader)
             # My share of the step. A ghost has no samples: it takes part with zeros.
             loop.share = turn.weight / turn.total if turn.total and not turn.ghost else 0.0
-            progress.outer = backward.begin_turn()
+            progress.outer_turn = backward.begin_turn()
             # If a worker has died, all have agreed on the turn in which nothing is exchanged.
             if loop.cut_off or loop.context.step_state.exchange_closed:
                 loop.close_exchange()
@@ -109,19 +113,19 @@ class TrainingStep:
                 backward.watch_thawed()
             # From here on the turn can be dealt again.
             if backward.transaction.recovers:
-                passes, _ = progress.outer
-                backward.transaction.begin(leads=progress is turns.leader, passes=passes)
+                passes, _ = progress.outer_turn
+                backward.transaction.begin_turn(leads=progress is turns.leader, passes=passes)
             # A ghost's buffers will be put back, or become those of the others.
             if turn.source is not None:
-                progress.kept = buffers(loop.models)
+                progress.saved_buffers = copy_buffers(loop.models)
         turns.under_way.append(progress)
         # An evaluation inside of a training turn leaves the weight of gradients as it is.
         if turn.train or len(turns.under_way) == 1:
-            loop.context.step_state.enter(turn, loop.share, silent=loop.quiet > 0)
+            loop.context.step_state.enter_turn(turn, loop.share, silent=loop.quiet > 0)
         if progress is turns.leader:
-            loop.clock.begin(now, turn.units)
+            loop.clock.begin_turn(now, turn.units)
             if loop.page is not None:
-                loop.clock.hold(loop.page.reach(loop.steps))
+                loop.clock.leave_out(loop.page.reach_step(loop.steps_made))
 
     # ---- 2. loss.backward()
 
@@ -129,12 +133,12 @@ class TrainingStep:
         """Begin a backward pass: set what its gradients count in the mean over all workers."""
         loop = self.loop
         # Is the batch that is trained on the one of this turn?
-        if loop.batch_use.fresh:
-            loop.batch_use.use(None)
-        loop.settle()
+        if loop.batch_use.due:
+            loop.batch_use.check_use(None)
+        loop.settle_state()
         # Training loaders side by side must give the pass the same weight.
         if len(loop.turns.under_way) > 1:
-            check_beside(loop.turns.under_way)
+            check_side_by_side(loop.turns.under_way)
 
     @staticmethod
     def end_backward(backward: GradientTracker, where: str) -> None:
@@ -153,8 +157,8 @@ class TrainingStep:
         started = backward.begin_exchange()
         # All workers agree on the parameters that any of them has used, send what has not left
         # yet, and wait. If a worker dies meanwhile, the transaction gives zeros.
-        exchange = functools.partial(backward.sync.backward_done, where)
-        means = backward.transaction.exchange(exchange)
+        exchange = functools.partial(backward.sync.end_backward, where)
+        means = backward.transaction.end_backward(exchange)
         # p.grad = what it held before + the mean over all workers.
         backward.finish_exchange(where, means, started)
 
@@ -173,11 +177,11 @@ class TrainingStep:
         closure = kwargs.get("closure", args[0] if args else None)
         # May it step? Not in a turn that comes again, nor for a batch without weight. Gradients
         # that are not exchanged yet are exchanged now; those of a closure when it has made them.
-        if not (loop.may_step() if closure is None else loop.acting):
+        if not (loop.may_step() if closure is None else loop.is_acting):
             return None if closure is None else _call_closure(closure)
         # Is it as it was prepared? Its first steps are checked, and any with more parameters.
         as_checked = optimizers.groups.get(id(optimizer)) == len(optimizer.param_groups)
-        if not as_checked or loop.steps < CHECKED_STEPS:
+        if not as_checked or loop.steps_made < CHECKED_STEPS:
             optimizers.check(optimizer, has_gradients=closure is None)
         # With whom? Its parameters may be kept elsewhere.
         remote = optimizers.remote.get(id(optimizer))
@@ -185,9 +189,9 @@ class TrainingStep:
             return remote.step(optimizer, own_step, closure, args, kwargs)
         # A step that may have to be undone is noted first.
         if loop.backward.transaction.recovers:
-            loop.backward.transaction.stepping(remote=False)
+            loop.backward.transaction.note_step(remote=False)
         result = own_step(optimizer, *args, **kwargs)
-        loop.stepped(optimizer)
+        loop.note_optimizer_step(optimizer)
         return result
 
     # ---- 4. the next batch is asked for: the turn ends
@@ -201,12 +205,12 @@ class TrainingStep:
         if turn is None:
             return
         inner, leads = turns.under_way[-1] is progress, progress is turns.leader
-        buffers_before, progress.kept = progress.kept, []
+        buffers_before, progress.saved_buffers = progress.saved_buffers, []
         # Some worker has no samples. If it is this one, its buffers are as before the turn.
         if turn.source is not None:
             self._end_ghosts(loader, turn, buffers_before)
         if turn.train:
-            loop.batch_use.ends(progress, turn.index)
+            loop.batch_use.end_turn(progress, turn.index)
             if inner or leads:
                 # Backward reached nothing here: join the exchanges of the other workers.
                 if (
@@ -214,67 +218,67 @@ class TrainingStep:
                     or current_pass_id() != -1
                     or (backward.watched.parameters and not (backward.passes or backward.silenced))
                 ):
-                    backward.join("the next batch")
+                    backward.join_exchange("the next batch")
                 # An inner turn is over: go on in the turn around it.
                 if inner and len(turns.under_way) > 1:
-                    backward.return_to_turn(progress.outer)
+                    backward.return_to_turn(progress.outer_turn)
         failed = progress.discarded or (leads and backward.transaction.failed)
         if turn.train and not failed:
             # Was anything trained in this epoch? Once it is known, it need not be asked.
             if not progress.activity.trained or len(turns.under_way) > 1:
                 around = [other.activity for other in turns.under_way]
-                loop.idle_epochs.note(progress.activity, around, last=inner or leads)
+                loop.idle_epochs.note_turn(progress.activity, around, last=inner or leads)
             if turn.source is not None:
-                level(buffers_before, loop.context.agreement, ghost=turn.ghost)
+                share_buffers(buffers_before, loop.context.agreement, ghost=turn.ghost)
         turns.under_way.remove(progress)
         if turns.under_way:
-            loop.settle()
+            loop.settle_state()
         else:
-            state.rest(1.0 / loop.context.group.size, silent=loop.quiet > 0)
+            state.leave_turns(1.0 / loop.context.group.size, silent=loop.quiet > 0)
         if leads:
             self._end_step(progress, turn, failed=failed)
         # A turn that has failed is dealt again, to the workers that are left.
         if failed:
-            loader.again()
-        if progress.gathered or progress.discarded:
+            loader.repeat_turn()
+        if progress.rows_gathered or progress.discarded:
             progress.forget_rows(failed=failed)
 
-    def _end_ghosts(self, loader: ShareLoader, turn: Turn, buffers_before: Buffers) -> None:
-        if loader.terms.ghosts:
+    def _end_ghosts(self, loader: ShareLoader, turn: Turn, buffers_before: SavedBuffers) -> None:
+        if loader.terms.uses_ghosts:
             self.loop.note_ghosts(ghosts=True)
         if turn.train and turn.ghost:
-            put_back(buffers_before)
+            restore_buffers(buffers_before)
 
     def _end_step(self, progress: LoaderProgress, turn: Turn, *, failed: bool) -> None:
         """End a turn of the leading loader: it counts as a step, or it is rolled back."""
         loop = self.loop
-        loop.clock.stop()
+        loop.clock.end_turn()
         if failed:
             loop.roll_back()
         else:
-            steps = loop.steps = loop.context.trace.step = loop.steps + 1
+            steps = loop.steps_made = loop.context.trace.step = loop.steps_made + 1
             # by which all workers are at the same call
-            loop.context.step_state.place(steps, apart=loop.apart)
+            loop.context.step_state.set_step(steps, apart=loop.apart)
             if loop.page is not None:
-                loop.page.passed(steps)
+                loop.page.write_step(steps)
             # The step holds. What the strategy and replicas do now is done in its time.
             began = time.perf_counter()
             loop.backward.sync.commit()
             for committed in loop.observers.committed:
                 committed(steps)
-            seconds = loop.clock.settle(began)
+            seconds = loop.clock.finish_step(began)
             # Observers log the step, and once a second they meet those of all workers. Steps of
             # an epoch in which nothing was trained so far are held back.
             activity = progress.activity
-            if activity.held or (activity.follows and not activity.trained):
-                loop.idle_epochs.count(activity, steps, turn, seconds)
+            if activity.held_steps or (activity.follows and not activity.trained):
+                loop.idle_epochs.count_step(activity, steps, turn, seconds)
             else:
                 for ended in loop.observers.step_ended:
                     ended(steps, turn.global_batch, seconds)
             if turn.source is not None:
                 for observer in loop.observers.ghost_ended:
                     observer()
-        loop.clock.ask()
+        loop.clock.begin_waiting()
 
 
 def _call_closure(closure: Callable[[], Any]) -> Any:

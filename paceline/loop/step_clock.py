@@ -13,7 +13,7 @@ from paceline.comm.group_protocol import Traffic
 from paceline.loop.interruptions import InterruptionMeter
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
-from paceline.trace import MEASURED, SENT
+from paceline.trace import DESTINATIONS, MEASURED_CAUSES
 
 
 class AxisTotals(NamedTuple):
@@ -54,7 +54,7 @@ class StepClock:
         self._sent = (0, 0)
         self._settled = (0, 0)  # what was sent up to the last step
         self._axes: defaultdict[str, AxisTotals] = defaultdict(AxisTotals)  # in all steps
-        self._axes_then: dict[str, AxisTotals] = {}
+        self._axes_before: dict[str, AxisTotals] = {}
         self._units, self._turns = 0.0, 0
         self.work = (0.0, 0)  # units of this worker in the last step, and turns of it
 
@@ -68,16 +68,16 @@ class StepClock:
         """Totals of exchanges by axis of the mesh; empty if no model is cut."""
         return dict(self._axes)
 
-    def ask(self) -> None:
+    def begin_waiting(self) -> None:
         """Begin to wait for the next batch."""
         self._asked = time.perf_counter()
 
-    def begin(self, now: float, units: float) -> None:
+    def begin_turn(self, now: float, units: float) -> None:
         """Begin a turn of a number of units, with the batch that was requested before."""
         self._units, self._turns = self._units + units, self._turns + 1
         context, backward = self._context, self._backward
         data = now - self._asked
-        collection, stolen, paging = self.interruptions.take(data)
+        collection, stolen, paging = self.interruptions.take_interruptions(data)
         self._data += data
         self._reading += data - collection - stolen - paging
         self._collection, self._stolen, self._paging = (
@@ -86,20 +86,20 @@ class StepClock:
             self._paging + paging,
         )
         began = int(now * 1e9)
-        context.trace.record("data", "data", int(self._asked * 1e9), began)
+        context.trace.record_span("data", "data", int(self._asked * 1e9), began)
         self._began = now
         backward.meter.start(began)
         self._sent, self._waited = context.sent_and_waited()
         self._exposed = backward.meter.seconds
         if context.meters:
-            self._exposed += self._in_cuts()
-            self._axes_then = self._axes_now()
+            self._exposed += self._cut_seconds()
+            self._axes_before = self._total_by_axis()
 
-    def hold(self, seconds: float) -> None:
+    def leave_out(self, seconds: float) -> None:
         """Leave out `seconds` for which this worker was paused: it neither computed nor waited."""
         self._began += seconds
 
-    def stop(self) -> None:
+    def end_turn(self) -> None:
         """End the turn."""
         context, backward, now = self._context, self._backward, time.perf_counter()
         sent, waited = context.sent_and_waited()
@@ -110,13 +110,13 @@ class StepClock:
         )
         self._sent, self._waited = sent, waited
         passed = min(passed, whole)
-        exposed = backward.meter.seconds + (self._in_cuts() if context.meters else 0.0)
+        exposed = backward.meter.seconds + (self._cut_seconds() if context.meters else 0.0)
         exchange = min(max(exposed - self._exposed - passed, 0.0), whole - passed)
         self._wait += passed
         self._exchange += exchange
         compute = whole - passed - exchange
         self._compute += compute
-        collection, stolen, paging = self.interruptions.take(compute)
+        collection, stolen, paging = self.interruptions.take_interruptions(compute)
         self._collection, self._stolen, self._paging = (
             self._collection + collection,
             self._stolen + stolen,
@@ -125,11 +125,11 @@ class StepClock:
         ended = int(now * 1e9)
         if backward.meter.since:
             backward.meter.stop(ended)
-        context.trace.record("turn", "step", int(self._began * 1e9), ended)
+        context.trace.record_span("turn", "step", int(self._began * 1e9), ended)
         if context.meters:
-            self._add_axes()
+            self._add_axis_totals()
 
-    def settle(self, began: float) -> dict[str, float]:
+    def finish_step(self, began: float) -> dict[str, float]:
         """Count what was done since `began`, between two turns, as part of the step.
 
         Returns the seconds of the step by part, and by MEASURED, what this worker may be late for;
@@ -151,23 +151,25 @@ class StepClock:
             "compute": self._compute,
         }
         seconds |= zip(
-            MEASURED, (self._reading, self._collection, self._stolen, self._paging), strict=True
+            MEASURED_CAUSES,
+            (self._reading, self._collection, self._stolen, self._paging),
+            strict=True,
         )
         within, between = self._settled
-        seconds |= zip(SENT, (self._within - within, self._between - between), strict=True)
+        seconds |= zip(DESTINATIONS, (self._within - within, self._between - between), strict=True)
         self._settled = (self._within, self._between)
         self._data = self._wait = self._exchange = self._compute = self._reading = 0.0
         self._collection = self._stolen = self._paging = 0.0
         self.work, self._units, self._turns = (self._units, self._turns), 0.0, 0
         if self._context.meters:
-            self._add_axes(spent)
+            self._add_axis_totals(spent)
         return seconds
 
-    def _in_cuts(self) -> float:
+    def _cut_seconds(self) -> float:
         """Seconds of exchanges of cuts since the run began during which nothing was computed."""
         return sum(meter.seconds for meter in self._context.meters)
 
-    def _axes_now(self) -> dict[str, AxisTotals]:
+    def _total_by_axis(self) -> dict[str, AxisTotals]:
         """Exchanges along each axis since the run began.
 
         Bytes that no cut has sent belong to the strategy, along `data`.
@@ -183,10 +185,10 @@ class StepClock:
         data = AxisTotals(exposed, within - cuts.within, between - cuts.between)
         return {**by_axis, "data": data}
 
-    def _add_axes(self, more: float = 0.0) -> None:
+    def _add_axis_totals(self, more: float = 0.0) -> None:
         """Count what was exchanged since the last time, and `more` seconds of the strategy's."""
-        now = self._axes_now()
+        now = self._total_by_axis()
         for axis, total in now.items():
-            self._axes[axis] += total - self._axes_then.get(axis, AxisTotals())
+            self._axes[axis] += total - self._axes_before.get(axis, AxisTotals())
         self._axes["data"] += AxisTotals(more)
-        self._axes_then = now
+        self._axes_before = now

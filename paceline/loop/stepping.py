@@ -21,15 +21,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.comm.group_protocol import piece_bounds
 from paceline.data.spec import Weigh
 from paceline.errors import UsageError
-from paceline.formatting import counted, unknown
+from paceline.formatting import describe_unknown_choice, format_count
 from paceline.loop.cut_models import CutModels
-from paceline.loop.ghost import buffers, put_back
-from paceline.loop.halving import HalvedSteps, OtherLeaves, StepBatch, leaves
+from paceline.loop.ghost import copy_buffers, restore_buffers
+from paceline.loop.halving import HalvedSteps, OtherLeaves, StepBatch, find_leaves
 from paceline.loop.out_of_memory import is_out_of_memory
 from paceline.loop.turns import TrainingLoop
 from paceline.parallel.containers import tree_leaves
 from paceline.parallel.pipelining.batches import BatchShare, Loss, refuse_loss_class
-from paceline.sync.autograd_engine import STEPPED
+from paceline.sync.autograd_engine import STEPPED_ATTRIBUTE
 
 MicroBatches = int | Literal["auto"]
 UNDIVIDED = "run.step didn't take this batch in halves: {}"
@@ -43,11 +43,11 @@ class SteppedModels:
         self._halved = HalvedSteps(lambda: loop.context.group.rank)
 
     @property
-    def _whole(self) -> bool:
+    def _is_uncut(self) -> bool:
         """Whether all of the models is on each worker, and so are their gradients."""
         return not self._cuts.applied and not self._loop.apart
 
-    def step(
+    def take_step(
         self,
         model: nn.Module,
         given: tuple[Any, ...],
@@ -78,9 +78,9 @@ class SteppedModels:
         if pipeline is None:
             batch = StepBatch(model, given, options)
             return (
-                self._here(batch, loss, weigh)
+                self._step_in_memory(batch, loss, weigh)
                 if micro_batches == "auto"
-                else self._in_parts(batch, loss, weigh, micro_batches)
+                else self._step_in_parts(batch, loss, weigh, micro_batches)
             )
         if micro_batches != "auto":
             raise UsageError(
@@ -88,8 +88,8 @@ class SteppedModels:
                 "say pipeline(..., micro_batches=k)"
             )
         loop = self._loop
-        loop.forward(tuple(inputs), dict(options))
-        terms, turn = loop.terms, loop.training if torch.is_grad_enabled() else loop.turn
+        loop.prepare_forward(tuple(inputs), dict(options))
+        terms, turn = loop.terms, loop.training_turn if torch.is_grad_enabled() else loop.turn
         reduction, counted = ("mean", None) if terms is None else (terms.loss, terms.weigh)
         weight = (
             None
@@ -97,18 +97,20 @@ class SteppedModels:
             else turn.weight
         )
         scale = (
-            self._loss_scale(next(model.parameters()).device) if torch.is_grad_enabled() else 1.0
+            self._find_loss_scale(next(model.parameters()).device)
+            if torch.is_grad_enabled()
+            else 1.0
         )
-        checked = functools.partial(self._checked, model, loss)
+        checked = functools.partial(self._check_loss, model, loss)
         share = BatchShare(
             tuple(inputs), options, target, checked, reduction, weigh or counted, scale, weight
         )
         self._cuts.level_ties()
-        return _stepped(
-            torch.tensor(pipeline.run_step(share, loop.backward.joined), dtype=torch.float64)
+        return _mark_stepped(
+            torch.tensor(pipeline.run_step(share, loop.backward.join_passes), dtype=torch.float64)
         )
 
-    def _checked(self, model: nn.Module, loss: Loss, output: Any, target: Any) -> Tensor:
+    def _check_loss(self, model: nn.Module, loss: Loss, output: Any, target: Any) -> Tensor:
         """Return the loss of a pipeline's output.
 
         Raises `UsageError` where it trains something else, which the last stage alone would.
@@ -120,7 +122,7 @@ class SteppedModels:
                 for leaf in tree_leaves(output)
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None
             ]
-            for leaf in leaves(value, beside=ends):
+            for leaf in find_leaves(value, beside=ends):
                 named = [
                     *model.named_parameters(),
                     *((slot.name, slot.parameter) for slot in self._loop.backward.watched.slots),
@@ -134,83 +136,91 @@ class SteppedModels:
                     )
         return value
 
-    def _here(self, batch: StepBatch, loss: Loss, weigh: Weigh | None) -> Tensor:
+    def _step_in_memory(self, batch: StepBatch, loss: Loss, weigh: Weigh | None) -> Tensor:
         halved = self._halved
         if not torch.is_grad_enabled():
-            return self._back(_value(batch, loss))
-        first = halved.is_first(self._loop.steps)
-        if not first and halved.most is None:
-            return self._back(_value(batch, loss))
-        apart = None if self._whole else "models are cut, or workers are out of lockstep"
-        if obstacle := apart or batch.obstacle() or self._weights_unknown(weigh):
-            return self._undivided(batch, loss, obstacle)
-        count = batch.rows()
-        if (halved.most or count) >= count:
-            before, saved = self._touched(batch), buffers([batch.model]) if first else []
+            return self._go_backward(_compute_loss(batch, loss))
+        first = halved.is_first(self._loop.steps_made)
+        if not first and halved.max_rows is None:
+            return self._go_backward(_compute_loss(batch, loss))
+        apart = None if self._is_uncut else "models are cut, or workers are out of lockstep"
+        if obstacle := apart or batch.find_obstacle() or self._find_unknown_weights(weigh):
+            return self._step_undivided(batch, loss, obstacle)
+        count = batch.count_rows()
+        if (halved.max_rows or count) >= count:
+            before, saved = (
+                self._fingerprint_gradients(batch),
+                copy_buffers([batch.model]) if first else [],
+            )
             try:
-                return self._back(_value(batch, loss))
+                return self._go_backward(_compute_loss(batch, loss))
             except Exception as error:
                 if not (first and halved.may_halve(error, count)):
                     raise
-                if self._touched(batch) != before:
+                if self._fingerprint_gradients(batch) != before:
                     error.add_note(
                         UNDIVIDED.format("gradients were on their way when memory ran out")
                     )
                     raise
-            put_back(saved)
-            halved.halve(count)
+            restore_buffers(saved)
+            halved.halve_rows(count)
 
         def weights(parts: Sequence[StepBatch]) -> Sequence[float]:
-            return self._weights(
-                [part.given for part in parts], [part.rows() for part in parts], weigh
+            return self._weigh_parts(
+                [part.given for part in parts], [part.count_rows() for part in parts], weigh
             )
 
-        value = functools.partial(_value, loss=loss)
+        value = functools.partial(_compute_loss, loss=loss)
         try:
-            return _stepped(
-                halved.step(
-                    batch, count, value, weights, lambda x: self._loss_scale(x.device), first=first
+            return _mark_stepped(
+                halved.step_in_parts(
+                    batch,
+                    count,
+                    value,
+                    weights,
+                    lambda x: self._find_loss_scale(x.device),
+                    first=first,
                 )
             )
         except OtherLeaves:
             pass  # all that the failed try has held is freed here
-        return self._undivided(
+        return self._step_undivided(
             batch, loss, "the loss has gradients for tensors that are no parameters of the model"
         )
 
-    def _in_parts(
+    def _step_in_parts(
         self, batch: StepBatch, loss: Loss, weigh: Weigh | None, micro_batches: int
     ) -> Tensor:
         """Go forward and back in a number of parts; the last one exchanges the sum of all."""
         call = f"run.step(micro_batches={micro_batches})"
-        if reason := self._weights_unknown(weigh):
+        if reason := self._find_unknown_weights(weigh):
             raise UsageError(f"{call}: {reason}")
-        count = batch.rows()
+        count = batch.count_rows()
         number = min(micro_batches, count)
-        if number < micro_batches and self._meets_in_forward(batch.model):
+        if number < micro_batches and self._exchanges_in_forward(batch.model):
             raise UsageError(
-                f"{call}: this worker's share of the batch is {counted(count, 'sample')}, and "
+                f"{call}: this worker's share of the batch is {format_count(count, 'sample')}, and "
                 "workers meet in each forward of a "
                 f"{type(batch.model).__name__} that is cut or has BatchNorm: "
                 f"say micro_batches={count} or less, or drop_last=True"
             )
-        parts = [batch.part(start, stop, count) for start, stop in piece_bounds(count, number)]
-        weights = self._weights(
-            [part.given for part in parts], [part.rows() for part in parts], weigh
+        parts = [batch.take_rows(start, stop, count) for start, stop in piece_bounds(count, number)]
+        weights = self._weigh_parts(
+            [part.given for part in parts], [part.count_rows() for part in parts], weigh
         )
         total: Tensor | None = None
         for place, (part, weight) in enumerate(zip(parts, weights, strict=True)):
             quiet = place < number - 1 and torch.is_grad_enabled()
-            with self._loop.quietly() if quiet else contextlib.nullcontext():
-                value = _value(part, loss)
+            with self._loop.hold_exchanges() if quiet else contextlib.nullcontext():
+                value = _compute_loss(part, loss)
                 if value.requires_grad and torch.is_grad_enabled():
-                    (value * (weight * self._loss_scale(value.device))).backward()
+                    (value * (weight * self._find_loss_scale(value.device))).backward()
             added = value.detach() * weight
             total = added if total is None else total + added
         assert total is not None
-        return _stepped(total)
+        return _mark_stepped(total)
 
-    def _meets_in_forward(self, model: nn.Module) -> bool:
+    def _exchanges_in_forward(self, model: nn.Module) -> bool:
         """Whether workers exchange something in each forward, so all need as many of them."""
         several = self._loop.context.group.size > 1
         return bool(self._cuts.applied) or (
@@ -220,15 +230,15 @@ class SteppedModels:
             )
         )
 
-    def _undivided(self, batch: StepBatch, loss: Loss, obstacle: str) -> Tensor:
+    def _step_undivided(self, batch: StepBatch, loss: Loss, obstacle: str) -> Tensor:
         try:
-            return self._back(_value(batch, loss))
+            return self._go_backward(_compute_loss(batch, loss))
         except Exception as error:
             if is_out_of_memory(error):
                 error.add_note(UNDIVIDED.format(obstacle))
             raise
 
-    def _touched(self, batch: StepBatch) -> list[Any]:
+    def _fingerprint_gradients(self, batch: StepBatch) -> list[Any]:
         """Values that change as soon as a backward comes to a parameter."""
         grads = [parameter.grad for parameter in batch.model.parameters()]
         return [
@@ -236,7 +246,7 @@ class SteppedModels:
             *((id(grad), None if grad is None else grad._version) for grad in grads),
         ]
 
-    def _weights_unknown(self, weigh: Weigh | None) -> str | None:
+    def _find_unknown_weights(self, weigh: Weigh | None) -> str | None:
         """Reason why the weights of parts are unknown; None if they are known."""
         terms = self._loop.terms
         if terms is None:
@@ -251,7 +261,7 @@ class SteppedModels:
             "counts its own arguments"
         )
 
-    def _weights(
+    def _weigh_parts(
         self, parts: Sequence[tuple[Any, ...]], sizes: Sequence[int], weigh: Weigh | None
     ) -> Sequence[float]:
         """Weights of the parts of a batch in its loss: 1 in a sum, else by samples or `weigh`."""
@@ -267,12 +277,12 @@ class SteppedModels:
             each / math.fsum(part_weights) if any(part_weights) else 0.0 for each in part_weights
         ]
 
-    def _back(self, value: Tensor) -> Tensor:
+    def _go_backward(self, value: Tensor) -> Tensor:
         if value.requires_grad and torch.is_grad_enabled():
-            (value * self._loss_scale(value.device)).backward()
-        return _stepped(value.detach())
+            (value * self._find_loss_scale(value.device)).backward()
+        return _mark_stepped(value.detach())
 
-    def _loss_scale(self, device: torch.device) -> float:
+    def _find_loss_scale(self, device: torch.device) -> float:
         """Factor of the loss before backward: the scale of the GradScalers, if there are any."""
         scalers = [scaler for scaler in self._loop.scalers if scaler.is_enabled()]
         for scaler in scalers:
@@ -289,7 +299,7 @@ def check_micro_batches(micro_batches: Any) -> None:
         and micro_batches >= 1
     ):
         return
-    if wrong := unknown("micro_batches", micro_batches, MicroBatches):
+    if wrong := describe_unknown_choice("micro_batches", micro_batches, MicroBatches):
         raise UsageError(f"{wrong}; or the number of parts, 1 or more")
     if micro_batches != "auto":
         raise UsageError(
@@ -297,7 +307,7 @@ def check_micro_batches(micro_batches: Any) -> None:
         )
 
 
-def _value(batch: StepBatch, loss: Loss) -> Tensor:
+def _compute_loss(batch: StepBatch, loss: Loss) -> Tensor:
     """Go forward, and return the loss."""
     *inputs, target = batch.given
     value: Any = loss(batch.model(*inputs, **batch.options), target)
@@ -309,7 +319,7 @@ def _value(batch: StepBatch, loss: Loss) -> Tensor:
     return value
 
 
-def _stepped(loss: Tensor) -> Tensor:
+def _mark_stepped(loss: Tensor) -> Tensor:
     """Mark a loss that nothing is left to go back from."""
-    setattr(loss, STEPPED, True)
+    setattr(loss, STEPPED_ATTRIBUTE, True)
     return loss

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.cluster.control.progress import Page
+from paceline.cluster.control.progress import ProgressPage
 from paceline.comm.backward_pass import current_pass_id
 from paceline.data.loader import Turn
 from paceline.data.spec import LoaderSpec
@@ -46,7 +46,7 @@ class TrainingLoop:
         sync: Sync,
         context: SyncContext,
         abilities: Abilities,
-        page: Page | None = None,
+        page: ProgressPage | None = None,
         *,
         begin_backward: Callable[[], None],
         end_backward: Callable[[GradientTracker, str], None],
@@ -63,15 +63,15 @@ class TrainingLoop:
         self.models: list[nn.Module] = []
         self.scalers = context.step_state.scalers
         # undo what was set on a user's objects
-        self.bound: list[Callable[[], None]] = [self.clock.interruptions.close]
+        self.undos: list[Callable[[], None]] = [self.clock.interruptions.close]
 
         # ---- where training stands
-        self.steps = 0
+        self.steps_made = 0
         self.share = 0.0  # of this worker in the step under way
-        self.acts = 0  # steps of optimizers, and times that no_sync was entered
+        self.actions = 0  # steps of optimizers, and times that no_sync was entered
         self.quiet = 0
         self.had_ghosts = False  # some worker had no samples in a turn of the latest loop
-        self.over = False  # all workers have agreed to stop: training loaders give no more steps
+        self.stopped = False  # all workers have agreed to stop: training loaders give no more steps
         self._announced = False
 
         # ---- if workers may come and go, or leave lockstep
@@ -90,12 +90,12 @@ class TrainingLoop:
         return self.turns.current
 
     @property
-    def training(self) -> Turn | None:
+    def training_turn(self) -> Turn | None:
         """Turn that backward passes and optimizers belong to."""
         return self.turns.training
 
     @property
-    def led(self) -> Turn | None:
+    def leading_turn(self) -> Turn | None:
         """The turn of the leading training loader: the step under way."""
         return self.turns.leading
 
@@ -108,7 +108,7 @@ class TrainingLoop:
         turns = self.turns
         return turns.terms_of(turns.training if torch.is_grad_enabled() else turns.current)
 
-    def settle(self) -> None:
+    def settle_state(self) -> None:
         """Set the `StepState` by the turn that trains."""
         under_way, state = self.turns.under_way, self.context.step_state
         if not under_way:
@@ -116,29 +116,29 @@ class TrainingLoop:
         else:
             turn = under_way[0].turn if len(under_way) == 1 else self.turns.training
         if turn is None:
-            state.rest(1.0 / self.context.group.size, silent=self.quiet > 0)
+            state.leave_turns(1.0 / self.context.group.size, silent=self.quiet > 0)
         else:
-            state.enter(turn, self.share, silent=self.quiet > 0)
+            state.enter_turn(turn, self.share, silent=self.quiet > 0)
 
     # ---- which step
 
-    def place(self, steps: int) -> None:
+    def go_to_step(self, steps: int) -> None:
         """Go to step number `steps`, after a resume."""
-        self.steps = self.context.trace.step = steps
-        self.context.step_state.place(steps)
+        self.steps_made = self.context.trace.step = steps
+        self.context.step_state.set_step(steps)
 
-    def part(self) -> None:
+    def leave_lockstep(self) -> None:
         """Begin to take steps that are not those of all workers."""
         self.apart = True
 
     def come_together(self, steps: int) -> None:
         """Stand at this step, as all workers do from now on."""
         self.apart = False
-        self.place(steps)
+        self.go_to_step(steps)
 
-    def stop(self) -> None:
+    def stop_training(self) -> None:
         """Give no more steps of training loaders, as all have agreed to stop."""
-        self.over = True
+        self.stopped = True
 
     def note_ghosts(self, *, ghosts: bool) -> None:
         """Note whether some worker had no samples in a turn of the present loop."""
@@ -158,18 +158,18 @@ class TrainingLoop:
 
     def close_exchange(self) -> None:
         """Close the exchange of the turn that is cut off, if it is under way; else open it."""
-        closed = self.led is not None and self.cut_off == self.steps + 1
+        closed = self.leading_turn is not None and self.cut_off == self.steps_made + 1
         self.context.step_state.close_exchange(closed=closed)
 
     def roll_back(self) -> None:
         """Go back to where the turn began, as it has failed on all workers."""
         self.cut_off = 0
-        self.transaction.rollback()
+        self.transaction.roll_back()
 
     # ---- gradients, and the steps of optimizers
 
     @property
-    def acting(self) -> bool:
+    def is_acting(self) -> bool:
         """Whether `optimizer.step`, `scheduler.step` and the like act.
 
         They don't for a batch without weight, nor in a turn that has failed.
@@ -181,12 +181,13 @@ class TrainingLoop:
             if not self._announced:
                 self._announced = True
                 self.context.announce(
-                    f"all weights of step {self.steps} are zero: no update is made for such a batch"
+                    f"all weights of step {self.steps_made} are zero: no update is made for such a "
+                    "batch"
                 )
             return False
         return not self.transaction.failed
 
-    def ready(self, where: str) -> None:
+    def exchange_due_gradients(self, where: str) -> None:
         """Exchange gradients that are about to be used, if they are not exchanged yet.
 
         This works even if backward touched nothing on this worker.
@@ -201,7 +202,7 @@ class TrainingLoop:
                 "call it outside of the block"
             )
         if turn is None or turn.train:
-            self.backward.join(where, due=True)
+            self.backward.join_exchange(where, due=True)
 
     def may_step(self) -> bool:
         """Exchange the rest for an optimizer that is about to step; return whether it acts.
@@ -217,54 +218,54 @@ class TrainingLoop:
             or current_pass_id() != -1
             or (backward.watched.parameters and (backward.owing or not backward.passes))
         ):
-            self.ready("optimizer.step")
+            self.exchange_due_gradients("optimizer.step")
         if turn is not None and turn.train and not turn.total:
-            return self.acting
+            return self.is_acting
         return turn is None or not turn.train or not backward.transaction.failed
 
     @contextlib.contextmanager
-    def quietly(self) -> Iterator[None]:
+    def hold_exchanges(self) -> Iterator[None]:
         """Exchange nothing inside of the block (`run.no_sync`)."""
         self.quiet += 1
-        self.acts += 1
-        self.backward.silence(silent=True)
-        self.settle()
+        self.actions += 1
+        self.backward.begin_silence(silent=True)
+        self.settle_state()
         try:
             yield
         finally:
             self.quiet -= 1
-            self.settle()
+            self.settle_state()
 
-    def gather(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
+    def gather_once(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         """Gather rows by `act`, once a batch.
 
         Returns `nothing` if they were gathered before, or if the turn is dealt again.
         """
-        return self.transaction.collective(act, nothing)
+        return self.transaction.gather_rows(act, nothing)
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer has stepped; without a loader this begins the next turn."""
-        self.acts += 1
+        self.actions += 1
         for observer in self.observers.stepped:
             observer(optimizer)
         # once, twice, four times, eight times and so on
-        if not self.acts & (self.acts - 1):
+        if not self.actions & (self.actions - 1):
             for look in self.observers.doubled:
                 look()
         if not self.turns.under_way:
             passes, _ = self.backward.begin_turn()
             if self.transaction.recovers:
-                self.transaction.begin(leads=False, passes=passes)
+                self.transaction.begin_turn(leads=False, passes=passes)
 
-    def forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    def prepare_forward(self, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Prepare for a model to be run on these arguments."""
         self.backward.watch_thawed()
-        if not torch.compiler.is_compiling() and self.batch_use.fresh and torch.is_grad_enabled():
-            self.batch_use.use((*args, *options.values()))
+        if not torch.compiler.is_compiling() and self.batch_use.due and torch.is_grad_enabled():
+            self.batch_use.check_use((*args, *options.values()))
         if len(self.turns.under_way) > 1:
-            self.settle()  # an inner loop may have been left by `break` since
+            self.settle_state()  # an inner loop may have been left by `break` since
 
-    def release(self) -> None:
+    def release_objects(self) -> None:
         """Give the user's objects their own methods back."""
-        while self.bound:
-            self.bound.pop()()
+        while self.undos:
+            self.undos.pop()()

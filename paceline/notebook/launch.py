@@ -1,4 +1,5 @@
-"""`pl.launch`: start workers from a notebook or script; each calls a function and returns its result.
+"""`pl.launch`: start workers from a notebook or script; each calls a function and returns its
+result.
 
 `with pl.start() as run:` in the function joins the workers, as it does in a script that `paceline
 run` starts.
@@ -19,13 +20,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, TypeVarTuple, Unpack
 from paceline import notation
 from paceline.cluster.control import calls
 from paceline.cluster.control.calls import CallMessage
-from paceline.cluster.discover import discover, environment, timings
-from paceline.cluster.launcher.request import Backend, LaunchRequest, Straggler, check
+from paceline.cluster.discover import copy_environment, discover_place, read_timings
+from paceline.cluster.launcher.request import Backend, LaunchRequest, Straggler, check_request
 from paceline.errors import UsageError, WorkerFailed
 from paceline.notebook import packing
-from paceline.notebook.notebook import NotebookBar, in_kernel
+from paceline.notebook.notebook import NotebookBar, is_notebook_kernel
 from paceline.notebook.process import LauncherProcess
-from paceline.notebook.proof import prove
+from paceline.notebook.proof import check_job
 from paceline.record.call_status import StatusRelay
 from paceline.record.display import choose_display
 from paceline.record.status_line import StatusLine
@@ -33,7 +34,7 @@ from paceline.session import option_names
 
 # At run time these would import torch into the process that launches.
 if TYPE_CHECKING:
-    from paceline.prepare.cuts import Asked
+    from paceline.prepare.cuts import WantedCuts
     from paceline.sync.base import Strategy
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ def launch(
     threads: int | None = None,
     sync: Strategy | str | None = None,
     mesh: str | None = None,
-    cut: Asked | None = None,
+    cut: WantedCuts | None = None,
     shares: str | Sequence[float] | None = None,
     name: str | None = None,
     min_workers: int | None = None,
@@ -109,9 +110,9 @@ def launch(
         script=str(_PROGRAM),
         workers=workers,
         threads=threads,
-        sync=_text(sync, notation.VOCABULARY),
+        sync=_spell_value(sync, notation.VOCABULARY),
         mesh=mesh,
-        cut=_text(cut, notation.CUTS),
+        cut=_spell_value(cut, notation.CUT_WORDS),
         shares=shares if shares is None or isinstance(shares, str) else ",".join(map(str, shares)),
         name=name,
         min_workers=min_workers,
@@ -123,7 +124,7 @@ def launch(
     )
     _check_names(function, args, named)
     call: Callable[..., T] = function
-    return _launch(partial(call, **named) if named else call, args, request)
+    return _carry_out(partial(call, **named) if named else call, args, request)
 
 
 def _check_names(
@@ -144,28 +145,28 @@ def _check_names(
             for option in inspect.signature(launch).parameters.values()
             if option.kind is option.KEYWORD_ONLY
         ]
-        option_names.check("pl.launch", named, [*launch_options, *signature.parameters])
+        option_names.check_names("pl.launch", named, [*launch_options, *signature.parameters])
         raise UsageError(
             f"pl.launch can't call {getattr(function, '__name__', 'it')}{signature} so: {error}"
         ) from None
 
 
-def _text(value: Any, vocabulary: notation.Vocabulary) -> str | None:
+def _spell_value(value: Any, vocabulary: notation.Vocabulary) -> str | None:
     """Write a strategy or cuts as text, the form in which they travel to workers."""
     if value is None or isinstance(value, str):
         return value
-    return notation.text(tuple(value) if isinstance(value, list) else value, vocabulary)
+    return notation.format_notation(tuple(value) if isinstance(value, list) else value, vocabulary)
 
 
-def _launch(function: Callable[..., T], args: Sequence[Any], request: LaunchRequest) -> list[T]:
+def _carry_out(function: Callable[..., T], args: Sequence[Any], request: LaunchRequest) -> list[T]:
     """Start workers that call the function, and collect their results by rank."""
-    _check(function, request)
+    _check_request(function, request)
     with ExitStack() as resources:
         # The call travels in a file without a name, whose descriptor the workers inherit.
         file = resources.enter_context(open(os.memfd_create("paceline-call", os.MFD_CLOEXEC), "wb"))
         packing.pack_call(function, args, file)
         file.flush()
-        caller_end, worker_end = calls.channel()
+        caller_end, worker_end = calls.make_channel()
         resources.callback(caller_end.close)
         outcome = _CallOutcome()
         resources.callback(outcome.close)
@@ -173,17 +174,21 @@ def _launch(function: Callable[..., T], args: Sequence[Any], request: LaunchRequ
         with worker_end:
             job = LaunchRequest(**{**vars(request), "call": (file.fileno(), worker_end.fileno())})
             launcher = LauncherProcess(
-                job, environment(), caller_end, outcome.hear, timings=timings().call
+                job,
+                copy_environment(),
+                caller_end,
+                outcome.take_message,
+                timings=read_timings().call,
             )
-        code = launcher.run()
+        code = launcher.wait_for_end()
         if code:
-            raise outcome.failure(code, launcher.last_line)
-        return outcome.results(request.workers if request.min_workers is None else None)
+            raise outcome.make_error(code, launcher.last_line)
+        return outcome.results_by_rank(request.workers if request.min_workers is None else None)
 
 
-def _check(function: Any, request: LaunchRequest) -> None:
+def _check_request(function: Any, request: LaunchRequest) -> None:
     """Raise `UsageError` for a call that can't be made, with the Python names of options."""
-    place = discover()
+    place = discover_place()
     if place.launcher == "paceline" or place.size > 1:
         raise UsageError(
             f"pl.launch was called in a worker, rank {place.rank} of {place.size} "
@@ -196,14 +201,14 @@ def _check(function: Any, request: LaunchRequest) -> None:
             f"pl.launch got a {type(function).__qualname__}; "
             "give the function that each worker is to call"
         )
-    packing.require()
+    packing.import_cloudpickle()
     if request.sync is not None or request.cut is not None:
         # Without torch in this process, they would be checked in a fork of it. Forking is unsafe
         # with threads, which a notebook has.
         importlib.import_module("torch")
     try:
-        check(request)
-        prove(request)
+        check_request(request)
+        check_job(request)
     except UsageError as error:
         # The launcher's messages have the names of the command line: --min-workers.
         raise type(error)(
@@ -221,7 +226,9 @@ class _CallOutcome:
 
     def __init__(self) -> None:
         self._status = StatusRelay(
-            NotebookBar if in_kernel() else lambda: StatusLine(choose_display(discover()))
+            NotebookBar
+            if is_notebook_kernel()
+            else lambda: StatusLine(choose_display(discover_place()))
         )
         self._results: dict[int, BinaryIO] = {}
         # By worker number: the exception in a line, and its traceback.
@@ -229,14 +236,14 @@ class _CallOutcome:
         # The number of the worker that failed first, a line on the failure, its last output.
         self._verdict: tuple[int | None, str, str] | None = None
 
-    def hear(self, message: CallMessage) -> None:
+    def take_message(self, message: CallMessage) -> None:
         """Handle a message of a worker or the launcher."""
         kind, fields, body = message
         if kind == "status":
             self._status.show_report(fields)
         elif kind == "called":
             # A worker with this number has started. Drop the messages of one that it replaces.
-            self._forget(fields["number"])
+            self._forget_worker(fields["number"])
         elif kind == "result":
             assert body is not None
             self._results[fields["number"]] = body
@@ -249,7 +256,7 @@ class _CallOutcome:
             else:
                 self._verdict = (fields["number"], fields["line"], text)
 
-    def results(self, workers: int | None) -> list[Any]:
+    def results_by_rank(self, workers: int | None) -> list[Any]:
         """Read the values that the function returned, by rank.
 
         Raises `WorkerFailed` if one of the `workers` sent no result.
@@ -262,7 +269,7 @@ class _CallOutcome:
             )
         return [packing.unpack_result(self._results[number]) for number in sorted(self._results)]
 
-    def failure(self, code: int, last_line: str) -> WorkerFailed:
+    def make_error(self, code: int, last_line: str) -> WorkerFailed:
         """Make the error of a failed call.
 
         `code` is the exit code of the launcher, and `last_line` its last line of output.
@@ -282,9 +289,9 @@ class _CallOutcome:
         """Close the display and the files of results. Calling it twice is harmless."""
         self._status.close()
         for number in list(self._results):
-            self._forget(number)
+            self._forget_worker(number)
 
-    def _forget(self, number: int) -> None:
+    def _forget_worker(self, number: int) -> None:
         self._failures.pop(number, None)
         if number in self._results:
             self._results.pop(number).close()

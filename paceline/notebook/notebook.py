@@ -20,15 +20,15 @@ from paceline.record.status_line import (
     format_late_values,
     make_status,
 )
-from paceline.status.run_status import line
-from paceline.trace import PARTS
+from paceline.status.run_status import format_status
+from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.lateness import RankLateness
 
 # Colours that colour-blind people can tell apart.
 _COLOURS = {"compute": "#0072b2", "exchange": "#e69f00", "wait": "#cc79a7", "data": "#009e73"}
 
 
-def in_kernel() -> bool:
+def is_notebook_kernel() -> bool:
     """Whether this process is the kernel of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
@@ -60,20 +60,20 @@ class NotebookBar:
         """
         self._marks.append((beat.step, beat.time))
         left = estimate_time_left(self._marks, total)
-        text = line(
+        text = format_status(
             make_status(
                 beat, total, left=left, epoch=self._epoch, late=self._late, remark=self._remark
             )
         )
-        self._last = text, drawn(beat, total, text)
-        self._draw()
+        self._last = text, draw_html(beat, total, text)
+        self._draw_bar()
 
     def logged(self, step: int, values: Mapping[str, float]) -> None:
         """Show values that were logged after their step had ended, in a line of their own."""
         self._beside = format_late_values(step, values)
-        self._draw()
+        self._draw_bar()
 
-    def _draw(self) -> None:
+    def _draw_bar(self) -> None:
         text, drawing = self._last
         below = f"<div><code>{html.escape(self._beside)}</code></div>" if self._beside else ""
         bundle = {
@@ -104,7 +104,7 @@ class NotebookBar:
         """Leave the last step in the cell."""
 
 
-def drawn(beat: FinishedStep, total: int | None, text: str) -> str:
+def draw_html(beat: FinishedStep, total: int | None, text: str) -> str:
     """Draw a bar as HTML: the progress, the parts of the time in `beat`, and the line `text`."""
     progress = f'value="{min(beat.step, total)}" max="{total}"' if total else ""
     total_seconds = sum(beat.seconds.values())
@@ -113,7 +113,7 @@ def drawn(beat: FinishedStep, total: int | None, text: str) -> str:
         'style="display:inline-block;height:4px;'
         f"width:{beat.seconds.get(part, 0.0) / total_seconds:.2%};"
         f'background:{_COLOURS[part]}"></span>'
-        for part in (PARTS if total_seconds > 0 else ())
+        for part in (STEP_PARTS if total_seconds > 0 else ())
     )
     return (
         f'<div style="max-width:60em"><progress {progress} style="width:100%"></progress>'

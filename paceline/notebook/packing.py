@@ -39,7 +39,7 @@ class PackedCall(NamedTuple):
     sources: dict[str, Any]
 
 
-def require() -> Any:
+def import_cloudpickle() -> Any:
     """Import cloudpickle. Raises `UsageError` if it isn't installed."""
     try:
         return importlib.import_module("cloudpickle")
@@ -56,12 +56,13 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], file: BinaryIO)
     Raises `UsageError` for a function or arguments that can't leave this process.
     """
     # The import path goes first: the worker needs it to unpickle objects of the caller's modules.
-    _dump((list(sys.path), list(sys.argv)), file)
+    _pickle_value((list(sys.path), list(sys.argv)), file)
     try:
-        _dump((function, tuple(args), _sources()), file)
+        _pickle_value((function, tuple(args), _collect_sources()), file)
     except _UNPICKLABLE as error:
         raise UsageError(
-            f"{_name(function)} can't be sent to workers ({error}): it, its arguments, or what it "
+            f"{_name_function(function)} can't be sent to workers ({error}): "
+            "it, its arguments, or what it "
             "uses holds something that stays in its"
             " process, such as a lock, an open file, a generator or a run; "
             "make that inside of the function"
@@ -83,7 +84,7 @@ def pack_result(result: Any, file: BinaryIO) -> None:
     Raises `UsageError` for a result that can't leave this process.
     """
     try:
-        _dump(result, file)
+        _pickle_value(result, file)
     except _UNPICKLABLE as error:
         raise UsageError(
             f"the function returned a {type(result).__qualname__} that can't be sent back "
@@ -97,12 +98,12 @@ def unpack_result(file: BinaryIO) -> Any:
     return pickle.load(file)
 
 
-def _dump(value: Any, file: BinaryIO) -> None:
+def _pickle_value(value: Any, file: BinaryIO) -> None:
     """Pickle a value.
 
     Functions keep the names of their files, which tracebacks need and cloudpickle leaves out.
     """
-    cloudpickle = require()
+    cloudpickle = import_cloudpickle()
     # This relies on cloudpickle having a reducer for `CodeType` in its `dispatch_table`. Without
     # it, the lookup below raises `KeyError`.
     usual = cloudpickle.Pickler.dispatch_table
@@ -117,14 +118,14 @@ def _dump(value: Any, file: BinaryIO) -> None:
 
 def _reduce_code(reduce: Callable[[CodeType], tuple[Any, ...]], code: CodeType) -> tuple[Any, ...]:
     make, make_args, *_ = reduce(code)
-    return _placed_code, (make, make_args, code.co_filename)
+    return _restore_code, (make, make_args, code.co_filename)
 
 
-def _placed_code(make: Callable[..., CodeType], make_args: Sequence[Any], file: str) -> CodeType:
+def _restore_code(make: Callable[..., CodeType], make_args: Sequence[Any], file: str) -> CodeType:
     return make(*make_args).replace(co_filename=file)
 
 
-def _sources() -> dict[str, Any]:
+def _collect_sources() -> dict[str, Any]:
     """Pick the sources in `linecache` that belong to no file: a notebook's cells.
 
     A `linecache` entry is (size, mtime, lines, name); mtime is None for lines from no file.
@@ -136,5 +137,5 @@ def _sources() -> dict[str, Any]:
     }
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _name_function(function: Callable[..., Any]) -> str:
     return getattr(function, "__qualname__", None) or repr(function)

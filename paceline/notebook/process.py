@@ -20,12 +20,12 @@ from typing import IO
 from paceline.cluster.control.calls import CallChannel, CallMessage
 from paceline.cluster.launcher import agent
 from paceline.cluster.launcher.request import LaunchRequest
-from paceline.timings import DEFAULTS, CallTimings
+from paceline.timings import DEFAULT_TIMINGS, CallTimings
 
 Hear = Callable[[CallMessage], object]
 
 
-class _Output:
+class _LauncherPipe:
     """Copies one output of the launcher to the caller's own, which may be a notebook's cell."""
 
     def __init__(self, pipe: IO[bytes], name: str) -> None:
@@ -37,7 +37,7 @@ class _Output:
     def fileno(self) -> int:
         return self._pipe.fileno()
 
-    def read(self) -> None:
+    def show_arrived(self) -> None:
         """Show the bytes that have arrived, and close the pipe at the end of the output."""
         data = os.read(self._pipe.fileno(), 1 << 16)
         text = self._decoder.decode(data, final=not data)
@@ -68,12 +68,12 @@ class LauncherProcess:
         channel: CallChannel,
         hear: Hear,
         *,
-        timings: CallTimings = DEFAULTS.call,
+        timings: CallTimings = DEFAULT_TIMINGS.call,
     ) -> None:
         self._channel, self._hear, self._timings = channel, hear, timings
         assert job.call is not None
         self._process = subprocess.Popen(
-            agent.command(job, os.getpid()),
+            agent.make_command(job, os.getpid()),
             env=dict(environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -84,8 +84,8 @@ class LauncherProcess:
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self._out, self._err = (
-            _Output(self._process.stdout, "stdout"),
-            _Output(self._process.stderr, "stderr"),
+            _LauncherPipe(self._process.stdout, "stdout"),
+            _LauncherPipe(self._process.stderr, "stderr"),
         )
 
     @property
@@ -93,22 +93,22 @@ class LauncherProcess:
         """Last line of the launcher's errors."""
         return (self._err.tail.strip().splitlines() or [""])[-1]
 
-    def run(self) -> int:
+    def wait_for_end(self) -> int:
         """Wait until the job has ended, and return its exit code.
 
         An exception during the wait ends the workers before it is raised.
         """
         try:
-            self._watch(None)
+            self._watch_until(None)
             return self._process.wait()
         except BaseException:
-            self._end()
+            self._end_job()
             raise
         finally:
             for output in (self._out, self._err):
                 output.close()
 
-    def _watch(self, until: float | None) -> None:
+    def _watch_until(self, until: float | None) -> None:
         """Pass on output and messages until the launcher has ended.
 
         Stops earlier at `until`, a time of `time.monotonic()`.
@@ -122,25 +122,25 @@ class LauncherProcess:
             ready = {descriptor for descriptor, _ in poll.poll(1000 * self._timings.look)}
             for output in streams:
                 if output.fileno() in ready:
-                    output.read()
-            self._listen()
+                    output.show_arrived()
+            self._take_messages()
         # Messages may arrive between the last poll and the end of the output.
-        self._listen()
+        self._take_messages()
 
-    def _listen(self) -> None:
+    def _take_messages(self) -> None:
         while (message := self._channel.receive()) is not None:
             self._hear(message)
 
-    def _end(self) -> None:
+    def _end_job(self) -> None:
         """End the workers and the launcher; a second interrupt sends the signal again."""
         until = time.monotonic() + self._timings.end
         while self._process.poll() is None and time.monotonic() < until:
-            self._process.send_signal(agent.END)
+            self._process.send_signal(agent.END_SIGNAL)
             # A second interrupt, or an output that can't be written to any more.
             with contextlib.suppress(
                 KeyboardInterrupt, OSError, ValueError, subprocess.TimeoutExpired
             ):
-                self._watch(until)
+                self._watch_until(until)
                 self._process.wait(max(0.1, until - time.monotonic()))
         # If it is still alive now, its janitor ends the workers after the kill.
         self._process.kill()

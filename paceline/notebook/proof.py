@@ -8,18 +8,20 @@ from paceline.record import folder as folders
 from paceline.record.trackers import catalogue
 
 
-def prove(job: LaunchRequest) -> None:
+def check_job(job: LaunchRequest) -> None:
     """Raise `UsageError` for a strategy, cuts, shares, trackers or a name that no worker can use.
 
     So the error appears once, and not once for each worker. `paceline.cluster.launcher.request`
     checks the options that concern the launcher alone.
     """
     if job.sync is not None:
-        notation.prove(job.sync)
+        notation.verify_strategy(job.sync)
     if job.cut is not None:
-        notation.prove_cuts(job.cut)
+        notation.verify_cuts(job.cut)
     if job.shares is not None:
-        notation.shares(job.shares, job.workers if job.hosts == 1 and job.join is None else None)
+        notation.parse_shares(
+            job.shares, job.workers if job.hosts == 1 and job.join is None else None
+        )
     if job.report_to is not None:
         specs = catalogue.parse_trackers(job.report_to)
         # With several hosts, the worker that uses the trackers may run on another host.

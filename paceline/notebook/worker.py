@@ -11,9 +11,9 @@ from types import TracebackType
 from paceline import callsite
 from paceline.cluster.control import events
 from paceline.cluster.control.calls import CallChannel
-from paceline.cluster.discover import CallPlace, Place, discover
+from paceline.cluster.discover import CallPlace, Place, discover_place
 from paceline.notebook import packing
-from paceline.session.excepthook import BRIEFLY, brief
+from paceline.session.excepthook import BRIEF_ERRORS, format_briefly
 
 
 def main() -> None:
@@ -22,11 +22,11 @@ def main() -> None:
     An exception in the function ends this process as it would end a script, and is also sent to
     the caller.
     """
-    place = discover()
+    place = discover_place()
     call = place.call
     assert call is not None, "only pl.launch starts this program"
-    channel = CallChannel.inherited(call.channel)
-    sys.excepthook = partial(report, place, channel)
+    channel = CallChannel.from_descriptor(call.channel)
+    sys.excepthook = partial(report_failure, place, channel)
     channel.send("called", {"number": call.number})
     # Opened again, and not by its descriptor: all workers share the position of that.
     with open(f"/proc/self/fd/{call.file}", "rb") as file:
@@ -36,14 +36,14 @@ def main() -> None:
     try:
         result = packed_call.function(*packed_call.args)
     except SystemExit as exit_error:
-        if not events.leaves_well(exit_error):
-            send(call, channel, exit_error, exit_error.__traceback__)
+        if not events.is_regular_exit(exit_error):
+            send_error(call, channel, exit_error, exit_error.__traceback__)
             raise
         result = None
     channel.send("result", {"number": call.number}, partial(packing.pack_result, result))
 
 
-def report(
+def report_failure(
     place: Place,
     channel: CallChannel,
     kind: type[BaseException],
@@ -56,14 +56,14 @@ def report(
     """
     events.report_failure(place, kind, error)
     assert place.call is not None
-    text = send(place.call, channel, error, trace)
+    text = send_error(place.call, channel, error, trace)
     if not isinstance(error, KeyboardInterrupt) and (
         place.worker is not None or place.job_start is not None
     ):
         print(text, end="", file=sys.stderr, flush=True)
 
 
-def send(
+def send_error(
     call: CallPlace, channel: CallChannel, error: BaseException, trace: TracebackType | None
 ) -> str:
     """Send the traceback of an exception to the caller, and return its text.
@@ -71,9 +71,9 @@ def send(
     The traceback begins in the user's code.
     """
     text = (
-        brief(error, trace)
-        if isinstance(error, BRIEFLY)
-        else "".join(traceback.format_exception(type(error), error, _inside(trace)))
+        format_briefly(error, trace)
+        if isinstance(error, BRIEF_ERRORS)
+        else "".join(traceback.format_exception(type(error), error, _user_frames(trace)))
     )
     head = "".join(traceback.format_exception_only(error)).strip()
     channel.send(
@@ -84,13 +84,13 @@ def send(
     return text
 
 
-def _inside(trace: TracebackType | None) -> TracebackType | None:
+def _user_frames(trace: TracebackType | None) -> TracebackType | None:
     """Skip the frames of a traceback before the user's code.
 
     A traceback without any of the user's code is returned unchanged.
     """
     inner = trace
-    while inner is not None and callsite.foreign(inner.tb_frame.f_code.co_filename):
+    while inner is not None and callsite.is_library_file(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next
     return trace if inner is None else inner
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.observe import pipeline_report, server_report
 from paceline.observe.facts import MIN_STEPS, RunFacts, SteadyTimes
 from paceline.observe.remarks import Remark
 from paceline.observe.tables import format_seconds
 from paceline.unequal.stragglers.causes import REMEDIES, WORDS
-from paceline.unequal.stragglers.lateness import main_cause
-from paceline.unequal.stragglers.stragglers import remedy, work_by_share
+from paceline.unequal.stragglers.lateness import find_main_cause
+from paceline.unequal.stragglers.stragglers import advise_remedy, work_by_share
 
 # Seconds of a step that are worth a change of the training.
 MIN_SECONDS = 1e-3
@@ -61,7 +61,7 @@ def collect_remarks(facts: RunFacts) -> list[Remark]:
 def explain_no_advice(facts: RunFacts) -> str:
     """Explain why there is no advice for a run."""
     if facts.steps < MIN_STEPS:
-        few = f"{counted(facts.steps, 'step')} {'is' if facts.steps == 1 else 'are'} too few"
+        few = f"{format_count(facts.steps, 'step')} {'is' if facts.steps == 1 else 'are'} too few"
         return f"{few} to tell a rule from chance: from {MIN_STEPS} on there is advice."
     if facts.steady is None:
         return "metrics.jsonl is missing, and without the time of each step there is no advice."
@@ -139,7 +139,7 @@ def advise_on_slow_workers(facts: RunFacts, steady: SteadyTimes) -> Iterator[Rem
     work_seconds = [work.seconds for work in facts.work]
     slowest = max(range(len(work_seconds)), key=work_seconds.__getitem__, default=0)
     finding = f"Waiting for slower workers takes {facts.share_of_step('wait'):.0%} of a step"
-    cause = main_cause(facts.late[slowest]) if slowest < len(facts.late) else "compute"
+    cause = find_main_cause(facts.late[slowest]) if slowest < len(facts.late) else "compute"
     # Always the same worker is slowest: clearly slower than the fastest, in most of the steps.
     if (
         work_seconds
@@ -200,7 +200,7 @@ def _advise_on_shares(facts: RunFacts, work_seconds: list[float]) -> str:
     work_seconds = work_by_share(work_seconds, facts.mesh)
     shares = facts.dealing.shares if facts.dealing else ()
     if len(shares) != len(work_seconds) or max(shares) - min(shares) <= 1:
-        return remedy(work_seconds)
+        return advise_remedy(work_seconds)
     speeds = [
         share / seconds_of_share
         for share, seconds_of_share in zip(shares, work_seconds, strict=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.cluster.topology import Device, HostRanks, Topology
-from paceline.formatting import counted, sized
-from paceline.unequal.probe.oddities import oddities, rated
+from paceline.formatting import format_bytes, format_count
+from paceline.unequal.probe.oddities import find_oddities, format_rate
 
 
 def describe_cluster(topology: Topology) -> str:
@@ -21,7 +21,10 @@ def describe_cluster(topology: Topology) -> str:
     )
     blocks = [
         _format_table(
-            f"{counted(topology.size, 'worker')} on {counted(len(topology.hosts), 'host')}",
+            (
+                f"{format_count(topology.size, 'worker')} on "
+                f"{format_count(len(topology.hosts), 'host')}"
+            ),
             _worker_rows(topology, dtypes),
         )
     ]
@@ -31,7 +34,7 @@ def describe_cluster(topology: Topology) -> str:
             "alone, and while all hosts send"
         )
         blocks.append(_format_table(text, _link_rows(topology)))
-    odd_lines = oddities(topology)
+    odd_lines = find_oddities(topology)
     blocks.append(
         "\n".join(["what is odd:", *(f"- {line}" for line in odd_lines)])
         if odd_lines
@@ -52,7 +55,7 @@ def _format_table(title: str, rows: Sequence[Sequence[str]]) -> str:
 
 def _worker_rows(topology: Topology, dtypes: Sequence[str]) -> list[list[str]]:
     """Return the rows of the table of workers: device, speed and memory of each."""
-    relative = topology.speeds(dtypes[0]) if dtypes else ()
+    relative = topology.relative_speeds(dtypes[0]) if dtypes else ()
     rows = [
         [
             "rank",
@@ -67,9 +70,9 @@ def _worker_rows(topology: Topology, dtypes: Sequence[str]) -> list[list[str]]:
     ]
     for host in topology.hosts:
         for rank, device in zip(host.ranks, host.devices, strict=False):
-            speeds = [f"{device.flops(dtype) / 1e9:.3g}" for dtype in dtypes]
+            speeds = [f"{device.dtype_flops(dtype) / 1e9:.3g}" for dtype in dtypes]
             share_of_fastest = f"{relative[rank]:.2f}" if relative else "-"
-            memory = f"{sized(device.free_bytes)} of {sized(device.memory_bytes)}"
+            memory = f"{format_bytes(device.free_bytes)} of {format_bytes(device.memory_bytes)}"
             copied = f"{device.copied_bytes_per_second / 1e9:.3g} GB/s"
             rows.append(
                 [
@@ -94,8 +97,12 @@ def _name_device(device: Device) -> str:
 
 def _describe_threads(host: HostRanks, device: Device) -> str:
     """Describe the threads of a worker, and the cores that its host has."""
-    cores = f"{counted(host.cores, 'core')}" if host.quota is None else f"a quota of {host.quota:g}"
-    return f"{counted(device.threads, 'thread')}, {cores}"
+    cores = (
+        f"{format_count(host.cores, 'core')}"
+        if host.quota is None
+        else f"a quota of {host.quota:g}"
+    )
+    return f"{format_count(device.threads, 'thread')}, {cores}"
 
 
 def _link_rows(topology: Topology) -> list[list[str]]:
@@ -116,10 +123,12 @@ def _link_rows(topology: Topology) -> list[list[str]]:
 
 def _describe_link(topology: Topology, source: int, target: int) -> str:
     """Describe a link: latency and rate, also while all hosts send."""
-    link = topology.link(source, target)
+    link = topology.find_link(source, target)
     if link is None:
         return "-"
     crowded_rate = (
-        f", {rated(link.crowded_bytes_per_second)}" if link.crowded_bytes_per_second else ""
+        f", {format_rate(link.crowded_bytes_per_second)}" if link.crowded_bytes_per_second else ""
     )
-    return f"{link.latency_seconds * 1e3:.2f} ms, {rated(link.bytes_per_second)}{crowded_rate}"
+    return (
+        f"{link.latency_seconds * 1e3:.2f} ms, {format_rate(link.bytes_per_second)}{crowded_rate}"
+    )

@@ -19,7 +19,7 @@ from paceline.observe.metrics_reader import Floats, MetricsReader
 from paceline.record.folder import MEMORY_KINDS, RunFolder
 from paceline.record.live import GONE_SECONDS, is_writer_alive
 from paceline.record.pipeline_profile import PipelineProfile
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.causes import CAUSES
 
 WARM_UP_STEPS = 5  # first steps that are left out
@@ -171,7 +171,11 @@ class RunFacts:
 
     def name_rank(self, rank: int) -> str:
         """Name a worker, with its place in the mesh."""
-        return f"rank {rank}" if self.mesh is None else f"rank {rank} ({self.mesh.place(rank)})"
+        return (
+            f"rank {rank}"
+            if self.mesh is None
+            else f"rank {rank} ({self.mesh.format_coordinates(rank)})"
+        )
 
     def name_ranks(self, ranks: Sequence[int]) -> str:
         """Name several workers, with the coordinates that they share in the mesh."""
@@ -226,7 +230,7 @@ def read_facts(folder: RunFolder, metrics: MetricsReader | None = None) -> RunFa
         raise UsageError(f"there is no run folder {folder.path}; {known_runs}")
     if not any(folder.path.iterdir()):
         return RunFacts(
-            folder.name, False, 0, 0, None, dict.fromkeys(PARTS, 0.0), standing=OPEN_STANDING
+            folder.name, False, 0, 0, None, dict.fromkeys(STEP_PARTS, 0.0), standing=OPEN_STANDING
         )
     runs = sorted(path.parent.name for path in folder.path.glob("*/metrics.jsonl"))
     contained_runs = f"; it holds the runs {', '.join(runs[-8:])}: name one of them" if runs else ""
@@ -319,7 +323,9 @@ def read_timed_steps(folder: RunFolder) -> list[tuple[int, dict[str, float]]]:
     metrics.read_new_lines()
     steps = metrics.steps
     rows = zip(steps.samples.tolist(), steps.seconds.tolist(), strict=True)
-    return [(int(samples), dict(zip(PARTS, seconds, strict=True))) for samples, seconds in rows]
+    return [
+        (int(samples), dict(zip(STEP_PARTS, seconds, strict=True))) for samples, seconds in rows
+    ]
 
 
 def find_steady_times(seconds: Floats) -> SteadyTimes | None:
@@ -340,7 +346,7 @@ def find_steady_times(seconds: Floats) -> SteadyTimes | None:
     # A fifth of the tenths may be lower.
     least = np.sort(means, axis=0)[STRETCHES // 5]
     return SteadyTimes(
-        float(np.median(means.sum(axis=1))), dict(zip(PARTS, least.tolist(), strict=True))
+        float(np.median(means.sum(axis=1))), dict(zip(STEP_PARTS, least.tolist(), strict=True))
     )
 
 
@@ -361,7 +367,7 @@ def _facts_from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
             steps=int(fields["steps"]),
             samples=int(fields["samples"]),
             final_loss=_optional_float(fields["final_loss"]),
-            step_seconds={part: float(fields["step_seconds"][part]) for part in PARTS},
+            step_seconds={part: float(fields["step_seconds"][part]) for part in STEP_PARTS},
             seconds=_check_seconds(fields["seconds"]),
             sync=str(fields["sync"]),
             workers=int(fields["workers"]),
@@ -477,7 +483,9 @@ def _facts_from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     """Read the facts from the metrics, and from the live file if there is one."""
     metrics.read_new_lines()
     steps, losses = metrics.steps, metrics.values.get("loss")
-    mean_seconds = steps.seconds.mean(axis=0).tolist() if len(steps.seconds) else [0.0] * len(PARTS)
+    mean_seconds = (
+        steps.seconds.mean(axis=0).tolist() if len(steps.seconds) else [0.0] * len(STEP_PARTS)
+    )
     live_fields = read_live_fields(folder)
     return RunFacts(
         name=folder.name,
@@ -485,7 +493,7 @@ def _facts_from_metrics(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
         steps=len(steps.step),
         samples=int(steps.samples.sum()),
         final_loss=None if losses is None else float(losses.value[-1]),
-        step_seconds=dict(zip(PARTS, mean_seconds, strict=True)),
+        step_seconds=dict(zip(STEP_PARTS, mean_seconds, strict=True)),
         seconds=metrics.last_seconds,
         steady=find_steady_times(steps.seconds),
         sync=str(live_fields.get("sync", "")),

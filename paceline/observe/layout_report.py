@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.errors import UsageError
-from paceline.formatting import counted, sized
+from paceline.formatting import format_bytes, format_count
 from paceline.record.folder import LAYOUT_FILE, MEMORY_KINDS
 
 
@@ -39,12 +39,12 @@ def print_layout(layout: dict[str, Any], console: Console) -> None:
     Parameters are shown with their placement on the first worker, totals for all workers.
     """
     mesh = f", mesh {layout['mesh']}" if layout["mesh"] else ""
-    table = Table(title=f"{counted(len(layout['workers']), 'worker')}{mesh}", box=SIMPLE)
+    table = Table(title=f"{format_count(len(layout['workers']), 'worker')}{mesh}", box=SIMPLE)
     for name in ("parameter", "shape", "dtype", "cut along", "on the first worker", *MEMORY_KINDS):
         table.add_column(name, justify="right" if name in MEMORY_KINDS else "left", no_wrap=True)
     for row in layout["rows"]:
         cells = [
-            "?" if row[kind] is None else sized(row[kind]) if row[kind] else "-"
+            "?" if row[kind] is None else format_bytes(row[kind]) if row[kind] else "-"
             for kind in MEMORY_KINDS
         ]
         table.add_row(
@@ -72,7 +72,9 @@ def _make_totals_table(workers: list[dict[str, int]]) -> Table:
     for rank, held in enumerate(workers):
         ranks_by_sizes.setdefault(tuple(held[kind] for kind in MEMORY_KINDS), []).append(rank)
     for sizes, ranks in ranks_by_sizes.items():
-        table.add_row(", ".join(map(str, ranks)), *(sized(size) for size in (*sizes, sum(sizes))))
+        table.add_row(
+            ", ".join(map(str, ranks)), *(format_bytes(size) for size in (*sizes, sum(sizes)))
+        )
     return table
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import UsageError
 from paceline.record.folder import RunFolder
-from paceline.trace import PARTS, SENT
+from paceline.trace import DESTINATIONS, STEP_PARTS
 
 # Fields of a line that no script has logged.
 OWN_FIELDS = frozenset(("step", "time", "samples", "seconds", "bytes_sent", "ranks"))
@@ -73,9 +73,9 @@ class MetricsReader:
         self._last_time = -1.0
         self._step_columns, self._part_columns = (
             [array("d") for _ in range(3)],
-            [array("d") for _ in PARTS],
+            [array("d") for _ in STEP_PARTS],
         )
-        self._sent_columns = [array("d") for _ in SENT]
+        self._sent_columns = [array("d") for _ in DESTINATIONS]
         self._looks: list[WorkerLook] = []
         self._value_columns: dict[str, tuple[array[float], array[float], array[float]]] = {}
 
@@ -136,8 +136,8 @@ class MetricsReader:
                 step,
                 time,
                 float(line["samples"]),
-                *(float(part_seconds[part]) for part in PARTS),
-                *(float(sent.get(to, 0)) for to in SENT),
+                *(float(part_seconds[part]) for part in STEP_PARTS),
+                *(float(sent.get(to, 0)) for to in DESTINATIONS),
             ]
             for column, value in zip(
                 (*self._step_columns, *self._part_columns, *self._sent_columns), row, strict=True

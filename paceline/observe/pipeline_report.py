@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.errors import UsageError
-from paceline.formatting import counted, sized
+from paceline.formatting import format_bytes, format_count
 from paceline.observe.facts import RunFacts
 from paceline.observe.remarks import Remark
 from paceline.observe.tables import align_columns, format_seconds
@@ -45,7 +45,7 @@ def describe_pipeline(facts: RunFacts) -> str:
         if len(facts.pipelines) == 1
         else f"The slowest of {len(facts.pipelines)} pipelines"
     )
-    stages = counted(len(profile.stages), "stage")
+    stages = format_count(len(profile.stages), "stage")
     lines = [
         f"{title}: {profile.schedule}, {stages}, {_format_micro_batches(profile.micro_batches)}; "
         f"a step took {format_seconds(profile.step_seconds)} "
@@ -94,7 +94,7 @@ def _stage_rows(facts: RunFacts, profile: PipelineProfile) -> Iterator[Sequence[
             *action_seconds,
             format_seconds(stage.waited),
             format_seconds(idle),
-            sized(stage.kept),
+            format_bytes(stage.kept),
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.formatting import counted, printable, sized, spoken
+from paceline.formatting import escape_unprintable, format_bytes, format_count, format_duration
 from paceline.observe import pipeline_report, server_report
 from paceline.observe.advice import MIN_SECONDS, format_advice
 from paceline.observe.facts import RunFacts, read_facts
 from paceline.observe.tables import align_columns, format_seconds
 from paceline.record.folder import MEMORY_KINDS, RunFolder
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.causes import CAUSES, WORDS
 
 MAX_EVENTS = 200  # events that are listed
@@ -33,7 +33,7 @@ def format_report(folder: Path) -> str:
     facts = read_facts(RunFolder(folder))
     if facts.steps == 0:
         return (
-            f"{printable(_format_title(facts))}\n\nNo step was finished, "
+            f"{escape_unprintable(_format_title(facts))}\n\nNo step was finished, "
             "so there is nothing to tell about time."
         )
     server_text = server_report.describe_servers(facts.servers, facts.seconds or 0.0, facts.samples)
@@ -52,7 +52,7 @@ def format_report(folder: Path) -> str:
         format_advice(facts),
         _format_events(facts),
     ]
-    return printable("\n\n".join(block for block in blocks if block))
+    return escape_unprintable("\n\n".join(block for block in blocks if block))
 
 
 # The blocks of the report -----------------------------------------------------------------------
@@ -60,22 +60,22 @@ def format_report(folder: Path) -> str:
 
 def _format_title(facts: RunFacts) -> str:
     """Format the title: run, strategy, workers, steps, time and loss."""
-    duration = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
+    duration = "" if facts.seconds is None else f" in {format_duration(facts.seconds)}"
     loss = (
         ""
         if facts.final_loss is None
         else f"; {'final' if facts.ended else 'last'} loss {facts.final_loss:.4g}"
     )
     done = (
-        f"{counted(facts.steps, 'step')} of {counted(facts.samples, 'sample')} in "
+        f"{format_count(facts.steps, 'step')} of {format_count(facts.samples, 'sample')} in "
         f"all{duration}{loss}"
     )
     if not facts.ended:
         return f"{facts.name} {facts.standing.words}. So far: {done}"
     mesh = "" if facts.mesh is None else f", mesh {facts.mesh}"
     return (
-        f"{facts.name}: {facts.sync}{mesh}, {counted(facts.workers, 'worker')} on "
-        f"{counted(facts.hosts, 'host')}, {done}"
+        f"{facts.name}: {facts.sync}{mesh}, {format_count(facts.workers, 'worker')} on "
+        f"{format_count(facts.hosts, 'host')}, {done}"
     )
 
 
@@ -92,7 +92,7 @@ def _format_times(facts: RunFacts) -> str:
             f"steps{' and workers' if facts.workers > 1 else ''}:"
         )
     ]
-    for part in PARTS:
+    for part in STEP_PARTS:
         lines.append(
             f"  {part:<9}{facts.share_of_step(part):>5.0%}  "
             f"{format_seconds(facts.step_seconds[part]):>9}  "
@@ -103,7 +103,7 @@ def _format_times(facts: RunFacts) -> str:
         outside_seconds = facts.seconds - facts.mean_step_seconds * facts.steps
         if outside_seconds > 0.05 * facts.seconds:
             lines.append(
-                f"Outside of steps: {spoken(outside_seconds)}, "
+                f"Outside of steps: {format_duration(outside_seconds)}, "
                 f"{outside_seconds / facts.seconds:.0%} of the run (evaluation, "
                 "checkpoints, the start)."
             )
@@ -155,7 +155,8 @@ def _format_traffic(facts: RunFacts) -> str:
         return ""
     within, between = facts.bytes_sent["within"], facts.bytes_sent["between"]
     text = (
-        f"All workers together sent {sized(within)} within hosts and {sized(between)} between "
+        f"All workers together sent {format_bytes(within)} within hosts and "
+        f"{format_bytes(between)} between "
         "hosts in a step."
     )
     exchange_seconds = facts.step_seconds["exchange"]
@@ -179,7 +180,10 @@ def _format_axes(facts: RunFacts) -> str:
     ]
     for along in facts.axes:
         share = along.seconds / facts.mean_step_seconds if facts.mean_step_seconds > 0 else 0.0
-        sent = f"{sized(along.within)} within hosts, {sized(along.between)} between hosts"
+        sent = (
+            f"{format_bytes(along.within)} within hosts, {format_bytes(along.between)} between "
+            "hosts"
+        )
         lines.append(f"  {along.axis:<9}{share:>5.0%}  {format_seconds(along.seconds):>9}  {sent}")
     return "\n".join(lines)
 
@@ -194,7 +198,11 @@ def _format_memory(facts: RunFacts) -> str:
         ranks_by_cells.setdefault(cells, []).append(rank)
     rows = [
         # The peak differs a little in each process, so the largest of the line is shown.
-        (facts.name_ranks(ranks), *cells, sized(max(facts.memory[rank].peak for rank in ranks)))
+        (
+            facts.name_ranks(ranks),
+            *cells,
+            format_bytes(max(facts.memory[rank].peak for rank in ranks)),
+        )
         for cells, ranks in ranks_by_cells.items()
     ]
     if not rows:
@@ -208,8 +216,12 @@ def _format_memory(facts: RunFacts) -> str:
 
 def _format_held(measured: int, predicted: int | None) -> str:
     """Format measured bytes, and the predicted bytes if they look different."""
-    text = sized(measured)
-    return text if predicted is None or sized(predicted) == text else f"{text} ({sized(predicted)})"
+    text = format_bytes(measured)
+    return (
+        text
+        if predicted is None or format_bytes(predicted) == text
+        else f"{text} ({format_bytes(predicted)})"
+    )
 
 
 def _format_checkpoints(facts: RunFacts) -> str:
@@ -223,7 +235,7 @@ def _format_checkpoints(facts: RunFacts) -> str:
         else f" The best is {facts.best[0]}, with a metric of {facts.best[1]:.6g}.",
     )
     return (
-        f"{counted(facts.saves, 'checkpoint')}: training stood still for "
+        f"{format_count(facts.saves, 'checkpoint')}: training stood still for "
         f"{format_seconds(facts.stall)}{'' if once else ' each'}, and "
         f"{'it was' if once else 'they were'} on the disk after {format_seconds(facts.write)} of "
         f"writing{'' if once else ' each'}.{best}"
@@ -238,6 +250,7 @@ def _format_events(facts: RunFacts) -> str:
         else f"Events, the last {MAX_EVENTS} of {len(facts.events):,}; all are in summary.json:"
     )
     lines = [
-        f"  {spoken(event['time']):>7}  {event['what']}" for event in facts.events[-MAX_EVENTS:]
+        f"  {format_duration(event['time']):>7}  {event['what']}"
+        for event in facts.events[-MAX_EVENTS:]
     ]
     return "\n".join([head, *lines]) if lines else ""

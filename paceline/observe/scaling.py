@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.observe.facts import WARM_UP_STEPS, read_facts, read_timed_steps
 from paceline.observe.tables import align_columns, format_seconds
 from paceline.record.folder import RunFolder
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 
 # Share of its ideal speed that an added worker has to bring, or adding it does not pay.
 MIN_GAIN = 0.5
@@ -79,7 +79,7 @@ class ScalingPoint:
     @property
     def cost_per_sample(self) -> float:
         """Worker-seconds of a sample."""
-        return sum(self.work_per_sample(part) for part in PARTS)
+        return sum(self.work_per_sample(part) for part in STEP_PARTS)
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,12 @@ def measure_run(folder: RunFolder) -> ScalingPoint:
     samples = sum(batch for batch, _ in steps)
     if len(steps) < 2 or not samples:
         raise UsageError(
-            f"the run {folder.name} took {counted(facts.steps, 'step')}: "
+            f"the run {folder.name} took {format_count(facts.steps, 'step')}: "
             "at least 2 with samples are needed to measure"
         )
     parts = {
-        part: statistics.fmean(part_seconds[part] for _, part_seconds in steps) for part in PARTS
+        part: statistics.fmean(part_seconds[part] for _, part_seconds in steps)
+        for part in STEP_PARTS
     }
     return ScalingPoint(facts.workers, samples / len(steps), parts, len(steps))
 
@@ -167,7 +168,7 @@ def compute_losses(point: ScalingPoint, base: ScalingPoint) -> dict[str, float]:
     """
     return {
         part: (point.work_per_sample(part) - base.work_per_sample(part)) / point.cost_per_sample
-        for part in PARTS
+        for part in STEP_PARTS
     }
 
 
@@ -210,7 +211,7 @@ def describe_scaling(scaling: ScalingCurve, cores: int | None = None) -> str:
     short_runs = [point for point in scaling.points if point.steps < FEW_STEPS]
     warned = []
     if short_runs:
-        workers = counted(short_runs[0].workers, "worker")
+        workers = format_count(short_runs[0].workers, "worker")
         warned = [
             f"Only {short_runs[0].steps} steps were measured with {workers}: take more, to be sure."
         ]
@@ -287,7 +288,8 @@ def _describe_amdahl(scaling: ScalingCurve) -> list[str]:
     if share < BATCH_TOLERANCE:
         return ["Compute shrinks in proportion to the workers (Amdahl's fit finds no serial rest)."]
     compute = (
-        f"{format_seconds(base.parts['compute'])} of compute with {counted(base.workers, 'worker')}"
+        f"{format_seconds(base.parts['compute'])} of compute with "
+        f"{format_count(base.workers, 'worker')}"
     )
     return [
         f"Of the {compute}, {format_seconds(serial_seconds)} ({share:.0%}) "
@@ -339,7 +341,7 @@ def _explain_loss(
     crowded = (
         ""
         if cores is None or more.workers <= cores
-        else f"{more.workers} workers share {counted(cores, 'processor')} here"
+        else f"{more.workers} workers share {format_count(cores, 'processor')} here"
     )
     part = max(lost, key=lambda part: lost[part])
     name = _PART_NAMES[part] if part != "compute" else "compute"

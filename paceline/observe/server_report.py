@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.formatting import counted, sized
+from paceline.formatting import format_bytes, format_count
 from paceline.observe.remarks import Remark
 
 # Share of a run from which on a busy server makes workers wait.
@@ -73,14 +73,14 @@ def describe_servers(servers: Sequence[ServerFacts], seconds: float, samples: in
     width = max(len(server.name) for server in servers)
     lines = ["Servers, with the share of the run in which each worked:"]
     for server in servers:
-        kept_text = sized(server.kept) + (
-            "" if server.rows is None else f" in {counted(server.rows, 'row')}"
+        kept_text = format_bytes(server.kept) + (
+            "" if server.rows is None else f" in {format_count(server.rows, 'row')}"
         )
         lines.append(
             f"  {server.name:<{width}}  {server.busy / seconds if seconds > 0 else 0:>4.0%}  "
-            f"{sized(server.received)} received, "
-            f"{sized(server.sent)} sent, {kept_text} kept; at most "
-            f"{counted(server.put_off, 'message')} put off"
+            f"{format_bytes(server.received)} received, "
+            f"{format_bytes(server.sent)} sent, {kept_text} kept; at most "
+            f"{format_count(server.put_off, 'message')} put off"
         )
     for server in servers:
         if sum(server.staleness.values()):
@@ -93,8 +93,8 @@ def describe_servers(servers: Sequence[ServerFacts], seconds: float, samples: in
             gradients, lost = server.dropped
             share = f" ({lost / samples:.1%} of those trained)" if samples else ""
             lines.append(
-                f"{counted(gradients, 'gradient')} came too late for a step: "
-                f"their {counted(lost, 'sample')}{share} were dropped."
+                f"{format_count(gradients, 'gradient')} came too late for a step: "
+                f"their {format_count(lost, 'sample')}{share} were dropped."
             )
     return "\n".join(lines)
 
@@ -140,7 +140,7 @@ def advise_on_servers(
         most_ahead, turns = max(server.staleness, default=0), sum(server.staleness.values())
         if most_ahead and server.makers and server.staleness[most_ahead] > AHEAD_SHARE * turns:
             yield Remark(
-                f"Workers were {counted(most_ahead, 'turn')} ahead of the slowest in "
+                f"Workers were {format_count(most_ahead, 'turn')} ahead of the slowest in "
                 f"{server.staleness[most_ahead] / turns:.0%} of their turns: if that "
                 "is the bound, they wait there. A larger one helps if workers are slow now and "
                 "then; if it is always the same one, staleness=inf, or leaving it out"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 
-from paceline.formatting import counted, spoken
+from paceline.formatting import format_count, format_duration
 from paceline.observe.advice import collect_remarks, explain_no_advice
 from paceline.observe.facts import RunFacts
 from paceline.observe.remarks import Remark
 from paceline.observe.tables import format_seconds
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 
 NO_STEP = "No step was finished, so there is nothing to tell about time."
 
@@ -25,10 +25,10 @@ def make_verdict(facts: RunFacts) -> list[str]:
 
 def _describe_training(facts: RunFacts) -> str:
     """Describe what was trained, by how many workers, and the loss."""
-    work = f"{counted(facts.samples, 'sample')} in {counted(facts.steps, 'step')}"
-    duration = "" if facts.seconds is None else f" in {spoken(facts.seconds)}"
+    work = f"{format_count(facts.samples, 'sample')} in {format_count(facts.steps, 'step')}"
+    duration = "" if facts.seconds is None else f" in {format_duration(facts.seconds)}"
     loss = "" if facts.final_loss is None else f", to a loss of {facts.final_loss:.4g}"
-    who = f"{counted(facts.workers, 'worker')} on {counted(facts.hosts, 'host')}"
+    who = f"{format_count(facts.workers, 'worker')} on {format_count(facts.hosts, 'host')}"
     mesh = "" if facts.mesh is None else f" (mesh {facts.mesh})"
     if not facts.ended:
         so_far = (
@@ -49,7 +49,7 @@ def _describe_step_time(facts: RunFacts) -> str:
         if facts.mean_step_seconds > 0
         else ""
     )
-    shares = sorted(PARTS, key=facts.share_of_step, reverse=True)
+    shares = sorted(STEP_PARTS, key=facts.share_of_step, reverse=True)
     first, *other_parts = (f"{part} {facts.share_of_step(part):.0%}" for part in shares)
     return (
         f"A step took {format_seconds(facts.mean_step_seconds)}{rate}: "

@@ -48,7 +48,7 @@ class GradientClipper(Protocol):
         """
         ...
 
-    def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
+    def clip_each(self, name: str, own: Callable[[], Any]) -> Any:
         """Clip each gradient by itself, by value or by a given norm, as function `name` does."""
         ...
 

@@ -32,11 +32,11 @@ class GradientSink(Protocol):
         """Whether parameters may change otherwise than by steps of optimizers."""
         ...
 
-    def weigh(self) -> float:
+    def pass_weight(self) -> float:
         """Factor of this worker's gradients in this pass; the pass begins with the first call."""
         ...
 
-    def take(self, parameter: Parameter, grad: Tensor) -> None:
+    def take_cut_gradient(self, parameter: Parameter, grad: Tensor) -> None:
         """Take the gradient of a part, which is weighted already."""
         ...
 

@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from paceline.errors import UsageError
 from paceline.parallel.meta import CPU, Birth, WriteLog, birth_of
 from paceline.parallel.placement import Placement, Placements, local_part
-from paceline.state.versioned import SHOWN, Randomness
+from paceline.state.versioned import MAX_SHOWN_DIFFERENCES, GeneratorStates
 
 Init = Callable[[nn.Module], Any]
 # Guards the global random generators of torch, numpy and Python.
@@ -444,7 +444,7 @@ def _seed_generators(seed: int, name: str) -> None:
 def preserve_randomness() -> Iterator[None]:
     """Put the global generators back into their state at the end; one thread at a time."""
     with GENERATORS:
-        randomness = Randomness()
+        randomness = GeneratorStates()
         state = randomness.state_dict()
         try:
             yield
@@ -453,5 +453,9 @@ def preserve_randomness() -> Iterator[None]:
 
 
 def _list_names(prefix: str, names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(prefix + name for name in names[:SHOWN]) + more
+    more = (
+        f" and {len(names) - MAX_SHOWN_DIFFERENCES} more"
+        if len(names) > MAX_SHOWN_DIFFERENCES
+        else ""
+    )
+    return ", ".join(prefix + name for name in names[:MAX_SHOWN_DIFFERENCES]) + more

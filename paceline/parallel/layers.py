@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.devices import DeviceLayers, spread_layers
 from paceline.parallel.pipeline import Split, check_split_loss, pipeline
 from paceline.parallel.pipelining.batches import Loss
-from paceline.removed import removed
+from paceline.removed import declare_removed_options
 
 
-@removed(
+@declare_removed_options(
     again=(
         "the split stays the one that split='auto' has found at run.prepare; "
         "start again to have it measured again"
@@ -60,7 +60,7 @@ class layers:
     loss: Loss | None = None
     devices: Sequence[str | torch.device] | None = None
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         check_split_loss("layers", self.loss, self.split)

@@ -25,7 +25,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.comm.pairs import connect_pairs
 from paceline.errors import UsageError
-from paceline.formatting import spell, unknown
+from paceline.formatting import describe_unknown_choice, format_as_call
 from paceline.parallel.cut import CutContext
 from paceline.parallel.dealing.split_measurement import SplitMeasurement
 from paceline.parallel.dealing.stages import StageDealer
@@ -45,14 +45,14 @@ from paceline.parallel.pipelining.split import (
 )
 from paceline.parallel.pipelining.split_table import describe_split
 from paceline.parallel.pipelining.tracing import Untraceable
-from paceline.removed import removed
+from paceline.removed import declare_removed_options
 
 Split = Literal["even", "auto"]
 # Default number of micro-batches for each worker along `stage`.
 MICRO_BATCHES_PER_WORKER = 4
 
 
-@removed(
+@declare_removed_options(
     again=(
         "the split stays the one that split='auto' has found at run.prepare; "
         "start again to have it measured again"
@@ -102,7 +102,7 @@ class pipeline:
     inputs: Sequence[str] | None = None
     loss: Loss | None = None
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         check_split_loss("pipeline", self.loss, self.split)
@@ -144,7 +144,7 @@ class pipeline:
         # Along `shard`, workers gather layers in each micro-batch, so all need equally many of
         # them.
         terms = PipelineTerms(
-            self.schedule, count, self.chunks, pads=context.mesh.extent("shard") > 1
+            self.schedule, count, self.chunks, pads=context.mesh.axis_size("shard") > 1
         )
         device = _model_device(model, context.device)
         _warm_up_autograd(device)
@@ -241,7 +241,8 @@ def find_stage_bounds(
         counts = minimise_slowest_stage(SplitProblem(sizes, schedule, [1.0] * schedule.ranks)) or []
     else:
         raise UsageError(
-            f"{unknown('split', requested, Split)}; or the layers of each stage, split=[3, 4, 4, 1]"
+            f"{describe_unknown_choice('split', requested, Split)}; or the layers of each stage, "
+            "split=[3, 4, 4, 1]"
         )
     return (0, *accumulate(counts))
 

@@ -28,7 +28,7 @@ from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.backward_pass import is_inside_backward
 from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
-from paceline.formatting import spell, unknown
+from paceline.formatting import describe_unknown_choice, format_as_call
 from paceline.parallel.cut import CutContext
 from paceline.parallel.meta import CPU
 from paceline.parallel.sharding.flat_memory import (
@@ -79,7 +79,7 @@ class shard:
     params: Half | None = None
     reduce: Reduce | None = None
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         patterns = self.units if isinstance(self.units, str | tuple | list) else [self.units]
@@ -94,7 +94,7 @@ class shard:
                 "too) or 3 (parameters too)"
             )
         for name, value, kind in (("params", self.params, Half), ("reduce", self.reduce, Reduce)):
-            if value is not None and (wrong := unknown(name, value, kind)):
+            if value is not None and (wrong := describe_unknown_choice(name, value, kind)):
                 raise UsageError(wrong)
         if self.params is not None and self.zero != 3:
             raise UsageError(

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from paceline.errors import UsageError
 from paceline.parallel.placement import Placement
-from paceline.state.snapshot import MARK
+from paceline.state.snapshot import PARTS_ENTRY
 
 
 def mark_state_parts(model: nn.Module, place_of: Callable[[Parameter], Placement]) -> None:
@@ -61,12 +61,12 @@ def _check_marks(module: nn.Module, place: str, parts: dict[str, str]) -> None:
     """Write marks into states of a module, and compare those of states that it loads."""
 
     def write(_: nn.Module, state: Any, prefix: str, metadata: dict[str, Any]) -> None:
-        metadata[MARK] = dict(parts)
+        metadata[PARTS_ENTRY] = dict(parts)
 
     def read(
         _: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *options: Any
     ) -> None:
-        for name, digest in metadata.get(MARK, {}).items():
+        for name, digest in metadata.get(PARTS_ENTRY, {}).items():
             if digest != parts.get(name, digest):
                 raise UsageError(
                     f"this state_dict has another worker's part of {place}{name}: "

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.formatting import nearest
+from paceline.formatting import suggest_nearest
 from paceline.parallel.initialise import give_memory
 from paceline.parallel.meta import CPU
 from paceline.parallel.placement import Placements, Range, Rectangle, local_part
-from paceline.state.checksum import checksums
-from paceline.state.versioned import SHOWN
+from paceline.state.checksum import compute_checksums
+from paceline.state.versioned import MAX_SHOWN_DIFFERENCES
 
 # Characters of another library's error message.
 LONGEST_REASON = 200
@@ -155,12 +155,12 @@ def _check_names(
     # missing.
     loaded = {id(target) for name, target in targets.items() if name in weights.shapes}
     lines = [
-        f"{name} {list(shape)} is not in it{nearest(name, weights.shapes)}"
+        f"{name} {list(shape)} is not in it{suggest_nearest(name, weights.shapes)}"
         for name, shape in shapes.items()
         if name not in weights.shapes and id(targets[name]) not in loaded
     ]
     lines += [
-        f"{name} is not in the model{nearest(name, shapes)}"
+        f"{name} is not in the model{suggest_nearest(name, shapes)}"
         for name in weights.shapes
         if name not in shapes
     ]
@@ -170,9 +170,14 @@ def _check_names(
         if name in weights.shapes and weights.shapes[name] != shape
     ]
     if lines:
-        more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        more = (
+            f" and {len(lines) - MAX_SHOWN_DIFFERENCES} more"
+            if len(lines) > MAX_SHOWN_DIFFERENCES
+            else ""
+        )
         raise UsageError(
-            f"{weights.name} has weights of another model: {'; '.join(lines[:SHOWN])}{more}"
+            f"{weights.name} has weights of another model: "
+            f"{'; '.join(lines[:MAX_SHOWN_DIFFERENCES])}{more}"
         )
 
 
@@ -238,7 +243,9 @@ def _choose_pages(size: int) -> list[Range]:
 
 def _open_dict(name: str, state_dict: object) -> Weights:
     state = _check_state(name, state_dict)
-    return _make_weights(name, state, checksums([value.detach() for value in state.values()]))
+    return _make_weights(
+        name, state, compute_checksums([value.detach() for value in state.values()])
+    )
 
 
 def _check_state(name: str, state: object) -> Mapping[str, Tensor]:

@@ -13,7 +13,7 @@ from paceline.loop.turns import TrainingLoop
 MARK = "_paceline_bound"
 
 
-def rebind(
+def rebind_method(
     thing: Any,
     name: str,
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]],
@@ -32,7 +32,7 @@ def rebind(
         getattr(f, "_wrapped_by_lr_sched", False)
         for f in (current, getattr(current, "__func__", None))
     )
-    method = wrap(_own(thing, name, current if not scheduled else None))
+    method = wrap(_find_own_method(thing, name, current if not scheduled else None))
     setattr(method, MARK, True)
     method.__name__ = name
     if isinstance(thing, Optimizer) and name == "step":
@@ -47,10 +47,10 @@ def rebind(
             else:
                 setattr(thing, name, current)
 
-    loop.bound.append(undo)
+    loop.undos.append(undo)
 
 
-def _own(thing: Any, name: str, current: Any) -> Callable[..., Any]:
+def _find_own_method(thing: Any, name: str, current: Any) -> Callable[..., Any]:
     """The method of the class, or the one set on the object, to be called with the object."""
     if current is None:
         own_method: Callable[..., Any] = getattr(type(thing), name)

@@ -37,12 +37,12 @@ SCALED_SERVED: Final = (
 )
 
 
-def kind(value: Any) -> str:
+def find_kind(value: Any) -> str:
     """Kind of an object: "model", "optimizer", "loader", "scheduler", "scaler" or "metric".
 
     Raises `UsageError` for anything else.
     """
-    if isinstance(value, WRAPPERS) or _made_by(
+    if isinstance(value, WRAPPERS) or _is_instance_of(
         value, "torch.distributed.fsdp", "FullyShardedDataParallel"
     ):
         name = type(value).__name__
@@ -75,7 +75,7 @@ def kind(value: Any) -> str:
     )
 
 
-def _made_by(value: Any, module: str, name: str) -> bool:
+def _is_instance_of(value: Any, module: str, name: str) -> bool:
     """Whether `value` is an instance of `module.name`, without importing the module.
 
     If it is one, its owner has imported the module already; the import would take a second.
@@ -84,7 +84,7 @@ def _made_by(value: Any, module: str, name: str) -> bool:
     return home is not None and isinstance(value, getattr(home, name))
 
 
-def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
+def list_slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
     """Yield a slot for every parameter of the models, once, and for those of an optimizer alone."""
     owner = {
         id(p): optimizer
@@ -106,13 +106,13 @@ def slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> I
                     yield Slot(f"optimizer{which}.group{place}.{index}", parameter, optimizer)
 
 
-def unknown(slots: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
+def find_new_slots(slots: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
     """Yield the slots of `slots` whose parameters are not among those of `known`."""
     known_ids = {id(slot.parameter) for slot in known}
     return (slot for slot in slots if id(slot.parameter) not in known_ids)
 
 
-def unowned(slots: Iterable[Slot], models: list[tuple[str, nn.Module]]) -> Iterator[Parameter]:
+def find_unowned(slots: Iterable[Slot], models: list[tuple[str, nn.Module]]) -> Iterator[Parameter]:
     """Yield the parameters of those slots that are in no model."""
     owned = {id(parameter) for _, model in models for parameter in model.parameters()}
     return (slot.parameter for slot in slots if id(slot.parameter) not in owned)
@@ -123,7 +123,7 @@ def check_known(present: Iterable[Slot], known: list[Slot]) -> None:
 
     Its gradient would not be exchanged.
     """
-    for slot in unknown(present, known):
+    for slot in find_new_slots(present, known):
         if slot.optimizer is not None and slot.name.startswith("optimizer"):
             how = f"the {type(slot.optimizer).__qualname__} after run.prepare (add_param_group)"
         else:
@@ -139,7 +139,7 @@ def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> No
 
     Such a scheduler would step again in a turn that is dealt again.
     """
-    for optimizer in strangely_scheduled(optimizers, prepared):
+    for optimizer in find_unprepared_schedules(optimizers, prepared):
         raise UsageError(
             f"a learning rate scheduler was made for the {type(optimizer).__qualname__}, and not "
             "given to run.prepare: when a "
@@ -147,7 +147,7 @@ def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> No
         )
 
 
-def strangely_scheduled(
+def find_unprepared_schedules(
     optimizers: Iterable[Optimizer], prepared: Iterable[Any]
 ) -> Iterator[Optimizer]:
     """Yield the optimizers that have a learning rate scheduler, but none that the run keeps."""
@@ -175,7 +175,7 @@ def check_scaler(prepared: list[Any], why: str) -> None:
             )
 
 
-def check_elsewhere(thing: Any) -> None:
+def check_not_scaler(thing: Any) -> None:
     """Raise `UsageError` for a scaler if optimizers step on servers.
 
     Each worker would decide for itself whether a step is skipped.
@@ -240,7 +240,7 @@ def check_parameters(slots: list[Slot]) -> None:
                 f"{slot.name} is not initialised yet (a lazy module): run one batch through the "
                 "model before run.prepare"
             )
-        if _made_by(slot.parameter, "torch.distributed.tensor", "DTensor"):
+        if _is_instance_of(slot.parameter, "torch.distributed.tensor", "DTensor"):
             raise UsageError(
                 f"{slot.name} is a DTensor: the model was cut already (fully_shard, "
                 "parallelize_module); give the plain model, and say "
@@ -270,7 +270,7 @@ def check_embeddings(models: Iterable[tuple[str, nn.Module]]) -> None:
                 )
 
 
-def level(
+def equalize_replicas(
     everyone: Agreement,
     slots: list[Slot],
     models: list[tuple[str, nn.Module]],
@@ -286,10 +286,10 @@ def level(
             for prefix, model in models
             for name, buffer in model.named_buffers()
         ]
-        same_everywhere(everyone, everyone.group, tensors, optimizers, say)
+        make_equal(everyone, everyone.group, tensors, optimizers, say)
 
 
-def same_everywhere(
+def make_equal(
     agreement: Agreement,
     group: Group,
     tensors: list[tuple[str, Tensor]],
@@ -302,12 +302,15 @@ def same_everywhere(
     """
     names = {id(x): name for name, x in tensors}
     layout = [
-        f"{name} {list(x.shape)} {x.dtype}{_frozen(x)}{' without memory' if x.is_meta else ''}"
+        f"{name} {list(x.shape)} {x.dtype}{_frozen_word(x)}{' without memory' if x.is_meta else ''}"
         for name, x in tensors
     ]
-    _same_layout(
+    _check_same_layout(
         agreement,
-        [*layout, *(line for optimizer in optimizers for line in _described(optimizer, names))],
+        [
+            *layout,
+            *(line for optimizer in optimizers for line in _describe_groups(optimizer, names)),
+        ],
     )
     tensors = [(name, x) for name, x in tensors if not x.is_meta]  # those are made alike by all
     digest = hashlib.sha256()
@@ -330,11 +333,11 @@ def same_everywhere(
             group.broadcast(x.detach(), name=name).wait()
 
 
-def _frozen(x: Tensor) -> str:
+def _frozen_word(x: Tensor) -> str:
     return ", frozen" if isinstance(x, nn.Parameter) and not x.requires_grad else ""
 
 
-def _described(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
+def _describe_groups(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
     """Yield a line for each parameter group, with the settings that would let replicas diverge."""
     for which, group in enumerate(optimizer.param_groups):
         plain = {
@@ -355,7 +358,7 @@ def _described(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
         )
 
 
-def _same_layout(agreement: Agreement, layout: list[str]) -> None:
+def _check_same_layout(agreement: Agreement, layout: list[str]) -> None:
     digests = agreement.meet("prepare", hashlib.sha256("\n".join(layout).encode()).digest())
     if all(digest == digests[0] for digest in digests):
         return

@@ -21,7 +21,7 @@ from paceline.workers.axes import RunAxes
 TINY = 1e-6  # as torch adds to a norm before it divides by it
 
 
-def clip(
+def clip_gradients(
     parameters: Iterable[Tensor],
     max_norm: float,
     norm_type: float,
@@ -41,23 +41,23 @@ def clip(
         )
     norms = {
         frozenset(kind): list[Tensor]()
-        for count in range(len(axes.cut) + 1)
-        for kind in itertools.combinations(axes.cut, count)
+        for count in range(len(axes.cut_axes) + 1)
+        for kind in itertools.combinations(axes.cut_axes, count)
     }
     grads, seen = list[Tensor](), set[int]()
     for parameter in parameters:
-        trained = cuts.trained(parameter) if isinstance(parameter, Parameter) else parameter
+        trained = cuts.trained_tensor(parameter) if isinstance(parameter, Parameter) else parameter
         if trained.grad is None or id(trained) in seen:
             continue
         seen.add(id(trained))
         grads.append(trained.grad)
         placement = cuts.placements.placement_of(trained)
-        kind = frozenset(placement.axes) & frozenset(axes.cut)
+        kind = frozenset(placement.axes) & frozenset(axes.cut_axes)
         if trained.grad.numel() and not placement.copy:  # the largest of no numbers is none
             norms[kind].append(
                 torch.linalg.vector_norm(trained.grad, norm_type, dtype=torch.float64)
             )
-    sums = {kind: _joined(mine, norm_type) for kind, mine in norms.items()}
+    sums = {kind: _join_norms(mine, norm_type) for kind, mine in norms.items()}
     groups = {kind: axes.groups.group_along(*kind) for kind in sums if kind}
     # all travel at once
     gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]
@@ -68,7 +68,7 @@ def clip(
         if gathers
         else []
     )
-    total = float(_joined([sums[frozenset()], *parts], norm_type))
+    total = float(_join_norms([sums[frozenset()], *parts], norm_type))
     if finite:
         check_norm_is_finite(total, norm_type)
     # so that a norm that is no number reaches the gradients, as torch has it
@@ -77,7 +77,7 @@ def clip(
     return torch.tensor(total, dtype=grads[0].dtype if grads else torch.get_default_dtype())
 
 
-def _joined(norms: list[Tensor], norm_type: float) -> Tensor:
+def _join_norms(norms: list[Tensor], norm_type: float) -> Tensor:
     """Norm of vectors side by side from their norms, on the processor.
 
     To read it waits for a GPU once.

@@ -31,29 +31,29 @@ class ModelCopies:
 
     def __init__(self, placements: Placements) -> None:
         self._placements = placements
-        self._found: list[ModelCopy] = []
+        self._copies: list[ModelCopy] = []
 
-    def find(self, name: str, thing: object, models: Iterable[nn.Module]) -> None:
+    def find_copies(self, name: str, thing: object, models: Iterable[nn.Module]) -> None:
         """Find copies of these models in a kept object: modules with parameters of equal names
         and sizes.
         """
         if not isinstance(thing, nn.Module):
             return
-        wanted = [(model, _sizes(model)) for model in models]
+        wanted = [(model, _list_shapes(model)) for model in models]
         for path, module in thing.named_modules():
             model = next(
                 (
                     model
                     for model, sizes in wanted
-                    if module is not model and sizes and sizes == _sizes(module)
+                    if module is not model and sizes and sizes == _list_shapes(module)
                 ),
                 None,
             )
             if model is not None:
-                self._found.append(ModelCopy(f"{name}.{path}" if path else name, module, model))
-                self._place(self._found[-1])
+                self._copies.append(ModelCopy(f"{name}.{path}" if path else name, module, model))
+                self._note_placements(self._copies[-1])
 
-    def _place(self, model_copy: ModelCopy) -> None:
+    def _note_placements(self, model_copy: ModelCopy) -> None:
         """Note where the parameters of a copy are: where those of its model are."""
         for (key, copied), original in zip(
             model_copy.copy.named_parameters(), model_copy.model.parameters(), strict=True
@@ -64,9 +64,9 @@ class ModelCopies:
                     copied, replace(placement, name=f"{model_copy.name}.{key}")
                 )
 
-    def of(self, model: nn.Module) -> list[nn.Module]:
+    def copies_of(self, model: nn.Module) -> list[nn.Module]:
         """Return the copies of a model."""
-        return [copy for _, copy, other in self._found if other is model]
+        return [copy for _, copy, other in self._copies if other is model]
 
 
 def watch_averages() -> None:
@@ -92,5 +92,5 @@ def watch_averages() -> None:
     AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]
 
 
-def _sizes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+def _list_shapes(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
     return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from paceline import notation
 from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.parallel.cut import CutContext, CutGradients, ModelCut
 from paceline.parallel.elementwise import check_elementwise
 from paceline.parallel.placement import Placements
@@ -33,7 +33,7 @@ from paceline.workers.axes import RunAxes
 if TYPE_CHECKING:
     from paceline.parallel.pipelining.pipelined_model import PipelinedModel
 
-Asked = ModelCut | str | Sequence[ModelCut]
+WantedCuts = ModelCut | str | Sequence[ModelCut]
 WHOLE = (Adafactor, Muon)  # optimizers of torch that look at all of a matrix
 # layers are cut first, then dealt, and what a worker has left of them is shared out
 ORDER = ("tensor", "stage", "shard")
@@ -57,7 +57,7 @@ class ModelCuts:
         parting: Callable[[], bool] = lambda: False,
     ) -> None:
         self._axes, self._note_event, self._parting = axes, note, parting
-        self._override = None if override is None else read(override)
+        self._override = None if override is None else read_cuts(override)
         self.placements = Placements()
         self.seed = seed
         self.applied: list[ModelCut] = []
@@ -76,24 +76,30 @@ class ModelCuts:
         # by the id of what was cut
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}
 
-    def choose(self, wanted: Asked | None) -> tuple[ModelCut, ...]:
+    def choose_cuts(self, wanted: WantedCuts | None) -> tuple[ModelCut, ...]:
         """Return the cuts for models that are prepared now.
 
         Raises `UsageError` for one along an axis that the mesh doesn't have.
         """
         cuts = (
-            self._override if self._override is not None else () if wanted is None else read(wanted)
+            self._override
+            if self._override is not None
+            else ()
+            if wanted is None
+            else read_cuts(wanted)
         )
         mesh = self._axes.mesh
         for cut in cuts:
             if not cut.axis and len(cuts) > 1:
                 raise UsageError(
-                    f"cut={spell(cut)} leaves each worker all of the model, and goes with no other "
+                    f"cut={format_as_call(cut)} leaves each worker all of the model, and goes with "
+                    "no other "
                     "cut: take one of them"
                 )
             if cut.axis and cut.axis not in mesh.names:
                 raise UsageError(
-                    f"cut={spell(cut)} is along `{cut.axis}`, and the mesh ({mesh}) doesn't have "
+                    f"cut={format_as_call(cut)} is along `{cut.axis}`, and the mesh ({mesh}) "
+                    "doesn't have "
                     f"that: say pl.start(mesh={cut.axis!r}), or "
                     f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, "
                     f"{cut.axis}=2': two of each replica)"
@@ -102,7 +108,7 @@ class ModelCuts:
             sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER))
         )
 
-    def on_one_device(
+    def models_on_one_device(
         self, models: Iterable[nn.Module], cuts: Sequence[ModelCut]
     ) -> list[nn.Module]:
         """Models that no cut puts on several devices of a worker.
@@ -113,13 +119,13 @@ class ModelCuts:
         spread_ids = {id(model) for model in self._spread}
         return [model for model in models if not (several or id(model) in spread_ids)]
 
-    def hear(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
+    def note_options(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
         """Take sample batches for measurements from these loaders, and the BatchNorm option."""
         self._statistics = statistics
         if loaders:
             self.sample = functools.partial(sample_batch, loaders)
 
-    def apply(
+    def apply_cuts(
         self,
         models: Sequence[tuple[str, nn.Module]],
         cuts: Sequence[ModelCut],
@@ -131,7 +137,9 @@ class ModelCuts:
         Return where gradients come from. Collective.
         """
         axes, sources, valued = self._axes, list[CutGradients](), list[Callable[[], None]]()
-        self.refuse_late(optimizer for optimizer in optimizers if optimizer not in self._optimizers)
+        self.refuse_late_optimizers(
+            optimizer for optimizer in optimizers if optimizer not in self._optimizers
+        )
         self._optimizers.update(optimizers)
         if cuts:
             watch_averages()
@@ -147,16 +155,18 @@ class ModelCuts:
                     )
                 context = CutContext(axes.mesh, axes.groups, self.placements, initial.device)
                 context.find_trained, context.record_span, context.tied = (
-                    self.trained,
-                    self._record,
+                    self.trained_tensor,
+                    self._record_span,
                     tied,
                 )
                 context.make_sample, context.announce = self.sample, axes.slice.announce
-                _apply(cut, model, context, len(models))
-                self._note(before, dict(model.named_parameters()), context.replacements)
+                _apply_cut(cut, model, context, len(models))
+                self._note_replacements(
+                    before, dict(model.named_parameters()), context.replacements
+                )
                 self._used.add(cut.axis)
                 for parameter in model.parameters() if cut.axis == "shard" else ():
-                    self._summed[self.trained(parameter)] = True
+                    self._summed[self.trained_tensor(parameter)] = True
                 sources += context.gradient_sources
                 self.applied += [] if cut in self.applied else [cut]
                 self._endings += context.close_callbacks
@@ -173,12 +183,12 @@ class ModelCuts:
                 "micro-batch, on its worker"
             )
         self.sources += sources
-        initial.give(self.placements, axes.everyone, axes.slice.announce)
+        initial.give_values(self.placements, axes.everyone, axes.slice.announce)
         for act in valued:
             act()
         return sources
 
-    def _note(
+    def _note_replacements(
         self,
         before: dict[str, Parameter],
         now: dict[str, Parameter],
@@ -190,30 +200,30 @@ class ModelCuts:
         for old, new in {**replaced, **renewed}.items():
             self._renewed[id(old)] = weakref.ref(old), new
 
-    def renewed(self, parameter: Parameter) -> Parameter | None:
+    def replacement_of(self, parameter: Parameter) -> Parameter | None:
         """Tensor that is trained in the place of a parameter that was cut; None for all others."""
         replacement = None
         while (entry := self._renewed.get(id(parameter))) is not None and entry[0]() is parameter:
             replacement = parameter = entry[1]
         return replacement
 
-    def trained(self, parameter: Parameter) -> Parameter:
+    def trained_tensor(self, parameter: Parameter) -> Parameter:
         """Tensor that is trained in the place of a parameter, or the parameter itself."""
-        replacement = self.renewed(parameter)
+        replacement = self.replacement_of(parameter)
         return parameter if replacement is None else replacement
 
-    def repoint(self, optimizers: Sequence[Optimizer]) -> None:
+    def repoint_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers step what is trained in the place of their parameters.
 
         Raises `UsageError` for one that can't.
         """
         for optimizer in optimizers if self._renewed else ():
-            repoint_optimizer(optimizer, self.renewed)
+            repoint_optimizer(optimizer, self.replacement_of)
         for optimizer in optimizers if self.applied else ():
             reset_adagrad_sums(optimizer)
-        self.refuse_whole(optimizers)
+        self.refuse_whole_optimizers(optimizers)
 
-    def flat(self, optimizer: Optimizer) -> str:
+    def find_flat_parameter(self, optimizer: Optimizer) -> str:
         """Name of a parameter of an optimizer that the model holds only as a flat piece; "" if
         none.
         """
@@ -231,13 +241,13 @@ class ModelCuts:
             "",
         )
 
-    def refuse_late(self, optimizers: Iterable[Optimizer]) -> None:
+    def refuse_late_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raise `UsageError` for optimizers of models that were cut before.
 
         A script that groups parameters by shape would see flat pieces.
         """
         for optimizer in optimizers:
-            if name := self.flat(optimizer):
+            if name := self.find_flat_parameter(optimizer):
                 raise UsageError(
                     f"the {type(optimizer).__qualname__} steps {name}, which is a flat piece since "
                     "shard(zero=3) has cut its model, so "
@@ -245,21 +255,21 @@ class ModelCuts:
                     "and give it to the call that cuts it"
                 )
 
-    def refuse_whole(self, optimizers: Iterable[Optimizer]) -> None:
+    def refuse_whole_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raise `UsageError` for optimizers that may look at whole parameters which are cut
         here.
         """
         mesh = self._axes.mesh
         dealt = (
             {id(p) for model, _ in self.pipelines for p in model.parameters()}
-            if mesh.extent("stage") > 1
+            if mesh.axis_size("stage") > 1
             else set()
         )
         for optimizer in optimizers if len(self.placements) else ():
             refuse_one_number(optimizer, self.placements, mesh, dealt)
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
             for where in map(self.placements.placement_of, stepped):
-                if any(mesh.extent(axis) > 1 for axis in where.axes if axis != "stage"):
+                if any(mesh.axis_size(axis) > 1 for axis in where.axes if axis != "stage"):
                     check_elementwise(optimizer, where.name)
             if isinstance(optimizer, WHOLE) and any(id(p) in dealt for p in stepped):
                 raise UsageError(
@@ -268,7 +278,7 @@ class ModelCuts:
                     "what goes is an optimizer that steps each element by itself, such as AdamW"
                 )
 
-    def slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
+    def replace_slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
         """Yield slots of the tensors that are trained for cut parameters, once, by logical name."""
         if not len(self.placements):
             yield from found
@@ -277,7 +287,7 @@ class ModelCuts:
         # of a piece, which no model has
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
         for slot in slots:
-            parameter = self.trained(slot.parameter)
+            parameter = self.trained_tensor(slot.parameter)
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 placement, optimizer = (
@@ -291,13 +301,13 @@ class ModelCuts:
                     shard=placement.axes,
                 )
 
-    def tell(self, what: str) -> None:
+    def announce_change(self, what: str) -> None:
         """Say what has changed, and note the first line of that."""
         self._note_event(what.partition("\n")[0])
         self._axes.slice.announce(what)
 
-    def _record(self, what: str, began: int, ended: int) -> None:
-        self._axes.slice.trace.record(what, "stage", began, ended)
+    def _record_span(self, what: str, began: int, ended: int) -> None:
+        self._axes.slice.trace.record_span(what, "stage", began, ended)
 
     def pipeline_of(self, model: nn.Module) -> PipelinedModel | None:
         """Return the pipeline that a model is cut into; None for one whose layers are all here."""
@@ -314,27 +324,27 @@ class ModelCuts:
         for _, pipeline in self.pipelines:
             pipeline.level_ties()
         if any(tie.group is not None for _, pipeline in self.pipelines for tie in pipeline.ties):
-            self.follow()
+            self.follow_pieces()
 
-    def follow(self) -> None:
+    def follow_pieces(self) -> None:
         """Make whole parameters what their pieces are, where both are kept. Collective."""
         for follow in self._followers:
             follow()
 
-    def splits(self) -> list[list[int]]:
+    def stage_splits(self) -> list[list[int]]:
         """First layer of each stage, and the number of layers at the end."""
         return [list(pipeline.split.bounds) for _, pipeline in self.pipelines]
 
-    def level(self) -> None:
+    def share_stage_state(self) -> None:
         """Let all workers know what only those of a stage do, and a state has of all: buffers.
 
         Collective.
         """
         self.level_ties()
         for model, pipeline in self.pipelines:
-            pipeline.share_buffers(self.copies.of(model))
+            pipeline.share_buffers(self.copies.copies_of(model))
 
-    def end(self) -> None:
+    def end_cuts(self) -> None:
         """End what cuts have begun, as the run is over."""
         while self._endings:
             self._endings.pop()()
@@ -344,7 +354,7 @@ class ModelCuts:
 
         Workers along such an axis would all do the same.
         """
-        unused = [name for name in self._axes.cut if name not in self._used]
+        unused = [name for name in self._axes.cut_axes if name not in self._used]
         if unused:
             raise UsageError(
                 f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and nothing is cut "
@@ -353,12 +363,12 @@ class ModelCuts:
                 "or leave it out of the mesh"
             )
 
-    def summed(self, slots: list[Slot]) -> list[Slot]:
+    def merge_summed_slots(self, slots: list[Slot]) -> list[Slot]:
         """Return slots of what is trained.
 
         Raises `UsageError` for one whose gradients nothing sums along `shard`, as cuts alone do.
         """
-        for slot in slots if self._axes.mesh.extent("shard") > 1 else ():
+        for slot in slots if self._axes.mesh.axis_size("shard") > 1 else ():
             if slot.optimizer is not None and slot.parameter not in self._summed:
                 raise UsageError(
                     f"{slot.name} is trained, and its model isn't cut along `shard`, where workers "
@@ -369,10 +379,10 @@ class ModelCuts:
         return slots
 
 
-def read(wanted: Asked) -> tuple[ModelCut, ...]:
+def read_cuts(wanted: WantedCuts) -> tuple[ModelCut, ...]:
     """Return the cuts that a script, or a text in notation, asks for."""
     cuts = (
-        notation.cuts(wanted)
+        notation.parse_cuts(wanted)
         if isinstance(wanted, str)
         else tuple(wanted)
         if isinstance(wanted, list | tuple)
@@ -388,7 +398,7 @@ def read(wanted: Asked) -> tuple[ModelCut, ...]:
     return tuple(cuts)
 
 
-def _apply(cut: ModelCut, model: nn.Module, context: CutContext, models: int) -> None:
+def _apply_cut(cut: ModelCut, model: nn.Module, context: CutContext, models: int) -> None:
     """Cut a model, and say which one it is where it is one of several that can't be cut alike."""
     try:
         cut.apply(model, context)
@@ -414,7 +424,9 @@ def refuse_one_number(
         if needs_global_number(optimizer)
         else ()
     ):
-        along = [name for name in placements.placement_of(parameter).axes if mesh.extent(name) > 1]
+        along = [
+            name for name in placements.placement_of(parameter).axes if mesh.axis_size(name) > 1
+        ]
         if along or id(parameter) in dealt:
             raise UsageError(
                 f"{type(optimizer).__qualname__} takes one number (a norm, a step size) over all "

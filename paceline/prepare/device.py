@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def mover(device: torch.device) -> Callable[[Any], Any] | None:
+def make_mover(device: torch.device) -> Callable[[Any], Any] | None:
     """Return a function that moves a batch to `device`; None where there is nothing to do.
 
     Tensors in dicts, lists, tuples and named tuples are moved, and objects with a method `to`

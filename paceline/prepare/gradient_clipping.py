@@ -39,32 +39,34 @@ class GradientClipping:
     ) -> None:
         self._loop, self._cuts, self._axes, self._remote = loop, cuts, axes, remote
         self._known: set[int] = set()  # ids of parameters
-        self._wholes: list[weakref.ref[Parameter]] = []  # which others are trained in the place of
+        self._whole_parameters: list[
+            weakref.ref[Parameter]
+        ] = []  # which others are trained in the place of
 
-    def follow(self, parameters: Iterable[Tensor]) -> None:
+    def follow_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Clip the gradients of these parameters in torch's place, until the run ends."""
         new = [parameter for parameter in parameters if id(parameter) not in self._known]
         if new:
             self._known.update(map(id, new))
-            register_clipper(new, self, cut=bool(self._axes.cut))
+            register_clipper(new, self, cut=bool(self._axes.cut_axes))
             parts = [
                 whole
                 for whole in new
-                if isinstance(whole, Parameter) and self._cuts.renewed(whole) is not None
+                if isinstance(whole, Parameter) and self._cuts.replacement_of(whole) is not None
             ]
-            self._wholes += map(weakref.ref, parts)
-            self._loop.bound.append(functools.partial(unregister_clipper, new))
+            self._whole_parameters += map(weakref.ref, parts)
+            self._loop.undos.append(functools.partial(unregister_clipper, new))
 
-    def clip(
+    def clip_gradients(
         self, parameters: list[Tensor], max_norm: float, norm_type: float, *, finite: bool = False
     ) -> Tensor:
         """Clip gradients where they are, and return their norm before.
 
         `finite`: raise `RuntimeError` on all workers for one that isn't.
         """
-        if self._axes.cut:
+        if self._axes.cut_axes:
             act = functools.partial(
-                clipping.clip,
+                clipping.clip_gradients,
                 parameters,
                 max_norm,
                 norm_type,
@@ -73,7 +75,7 @@ class GradientClipping:
                 axes=self._axes,
             )
             return self._axes.slice.agreement.attempt_call(act, "run.clip")
-        norm = self._remote.clip(parameters, max_norm, norm_type)
+        norm = self._remote.clip_gradients(parameters, max_norm, norm_type)
         if finite:
             check_norm_is_finite(float(norm), norm_type)
         return norm
@@ -92,16 +94,16 @@ class GradientClipping:
         Raises `RuntimeError` for one that isn't finite and has to be, where gradients are whole.
         """
         loop = self._loop
-        loop.ready("clip_grad_norm_")
-        if not (self._axes.cut or self._remote.steps_all):
+        loop.exchange_due_gradients("clip_grad_norm_")
+        if not (self._axes.cut_axes or self._remote.steps_all):
             return own()
-        if loop.acting:
-            return self.clip(parameters, max_norm, norm_type, finite=finite)
+        if loop.is_acting:
+            return self.clip_gradients(parameters, max_norm, norm_type, finite=finite)
         return compute_local_norm(
             [parameter.grad for parameter in parameters if parameter.grad is not None], norm_type
         )
 
-    def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
+    def clip_each(self, name: str, own: Callable[[], Any]) -> Any:
         """Clip each gradient by itself.
 
         Raises `UsageError` where only servers have the gradients that a step takes.
@@ -113,7 +115,7 @@ class GradientClipping:
                 "takes those of all workers together, "
                 "which servers alone have: call run.clip(model, max_norm), or use AllReduce"
             )
-        loop.ready(name)
+        loop.exchange_due_gradients(name)
         own()
 
     def check_norm(self, parameters: list[Tensor]) -> None:
@@ -125,7 +127,9 @@ class GradientClipping:
                 else None
             )
             along = (
-                [name for name in where.axes if name in self._axes.cut] if where is not None else []
+                [name for name in where.axes if name in self._axes.cut_axes]
+                if where is not None
+                else []
             )
             if where is not None and along:
                 raise UsageError(
@@ -137,8 +141,8 @@ class GradientClipping:
     def check_idle(self, name: str) -> None:
         """Raise `UsageError` if pieces have gradients that the whole parameters don't show."""
         pieces = [
-            self._cuts.renewed(whole)
-            for ref in self._wholes
+            self._cuts.replacement_of(whole)
+            for ref in self._whole_parameters
             if (whole := ref()) is not None and whole.grad is None
         ]
         if any(piece is not None and piece.grad is not None for piece in pieces):

@@ -13,10 +13,10 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
-from paceline.loop.forward_turn import NOTHING
+from paceline.loop.forward_turn import UNPICKLED_AS_NONE
 from paceline.loop.step import CHECKED_STEPS, RemoteStepper, TrainingStep
 from paceline.loop.turns import TrainingLoop
-from paceline.prepare.binding import rebind
+from paceline.prepare.binding import rebind_method
 from paceline.prepare.checks import SCALED_AGAIN, SCALED_SERVED, check_scaler
 
 # ---- rebinding a user's own objects
@@ -33,9 +33,9 @@ class ForwardHook:
 
     def __call__(self, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         if self._loop is not None:
-            self._loop.forward(args, options)
+            self._loop.prepare_forward(args, options)
 
-    def follows(self, loop: TrainingLoop) -> bool:
+    def belongs_to(self, loop: TrainingLoop) -> bool:
         """Whether this hook tells `loop`."""
         return self._loop is loop
 
@@ -43,22 +43,22 @@ class ForwardHook:
         return ForwardHook()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return NOTHING
+        return UNPICKLED_AS_NONE
 
 
-def follow(model: nn.Module, loop: TrainingLoop) -> None:
+def follow_forwards(model: nn.Module, loop: TrainingLoop) -> None:
     """Tell `loop` before each forward of a model, until the run ends.
 
     Calling it twice is harmless.
     """
     if not any(
-        isinstance(hook, ForwardHook) and hook.follows(loop)
+        isinstance(hook, ForwardHook) and hook.belongs_to(loop)
         for hook in model._forward_pre_hooks.values()
     ):
         hook = nn.Module.register_forward_pre_hook(
             model, ForwardHook(loop), with_kwargs=True
         )  # torch.jit hides the method, and calls hooks
-        loop.bound.append(hook.remove)
+        loop.undos.append(hook.remove)
 
 
 class OptimizerBindings:
@@ -87,7 +87,7 @@ class OptimizerBindings:
         if self.groups.get(id(optimizer)) != len(optimizer.param_groups):
             self._begins(optimizer, has_gradients)
         remote = id(optimizer) in self.remote
-        if self._loop.steps < CHECKED_STEPS and (remote or self._loop.transaction.recovers):
+        if self._loop.steps_made < CHECKED_STEPS and (remote or self._loop.transaction.recovers):
             check_scaler(self._loop.scalers, SCALED_SERVED if remote else SCALED_AGAIN)
 
 
@@ -104,7 +104,7 @@ def bind_optimizer(
 
         return step
 
-    rebind(optimizer, "step", stepping, training_step.loop)
+    rebind_method(optimizer, "step", stepping, training_step.loop)
 
 
 def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any], Any]) -> None:
@@ -122,7 +122,7 @@ def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any
 
         return add_param_group
 
-    rebind(optimizer, "add_param_group", adding, loop)
+    rebind_method(optimizer, "add_param_group", adding, loop)
 
 
 def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
@@ -136,10 +136,10 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
 
     def stepping(own: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not loop.acting:
+            if not loop.is_acting:
                 return None
             if isinstance(self, ReduceLROnPlateau):
-                _same_metric(
+                _check_same_metric(
                     loop.context.agreement,
                     float(kwargs["metrics"] if "metrics" in kwargs else args[0]),
                 )
@@ -161,11 +161,11 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
 
         return state_dict
 
-    rebind(scheduler, "step", stepping, loop)
-    rebind(scheduler, "state_dict", stating, loop)
+    rebind_method(scheduler, "step", stepping, loop)
+    rebind_method(scheduler, "state_dict", stating, loop)
 
 
-def _same_metric(agreement: Agreement, metric: float) -> None:
+def _check_same_metric(agreement: Agreement, metric: float) -> None:
     metrics = [
         msgpack.unpackb(answer)
         for answer in agreement.meet("scheduler.step", msgpack.packb(metric))
@@ -186,9 +186,9 @@ def bind_scaler(scaler: Any, loop: TrainingLoop) -> None:
         def acting(own: Callable[..., Any], name: str = name) -> Callable[..., Any]:
             def act(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if name != "update":
-                    loop.ready(f"scaler.{name}")
-                return own(self, *args, **kwargs) if loop.acting else None
+                    loop.exchange_due_gradients(f"scaler.{name}")
+                return own(self, *args, **kwargs) if loop.is_acting else None
 
             return act
 
-        rebind(scaler, name, acting, loop)
+        rebind_method(scaler, name, acting, loop)

@@ -17,12 +17,12 @@ from paceline.errors import UsageError
 from paceline.parallel.initialise import Blueprint, has_meta_parameters
 from paceline.parallel.placement import Placements
 from paceline.parallel.weights import Weights, load_weights
-from paceline.prepare.stored import Source, opened
+from paceline.prepare.stored import Source, open_weights
 
 Init = Callable[[nn.Module], Any] | Source
 
 
-def check_asked(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
+def check_init(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
     """Raise `UsageError` where a call says `init` for models that were prepared before."""
     if init is not None and models and not fresh:
         raise UsageError(
@@ -31,7 +31,7 @@ def check_asked(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[
         )
 
 
-def move(models: Sequence[nn.Module], device: torch.device) -> None:
+def move_models(models: Sequence[nn.Module], device: torch.device) -> None:
     """Move models to a GPU; parameters without memory get theirs there."""
     for model in models if device.type == "cuda" else ():
         if not has_meta_parameters(model):
@@ -80,7 +80,7 @@ class InitialValues:
             else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]  # type: ignore[arg-type]
         )
 
-    def give(
+    def give_values(
         self, placements: Placements, agreement: Agreement, say: Callable[[str], None]
     ) -> None:
         """Give each worker its part of the values.
@@ -92,10 +92,10 @@ class InitialValues:
         for model, blueprint in self._plans:
             blueprint.make_parameters(model, placements, self._seed, self.device)
         if self._source is not None:
-            self._read(self._source, placements, agreement, say)
-        move([model for _, model in self._models], self.device)
+            self._read_value(self._source, placements, agreement, say)
+        move_models([model for _, model in self._models], self.device)
 
-    def _read(
+    def _read_value(
         self,
         source: Source,
         placements: Placements,
@@ -105,7 +105,7 @@ class InitialValues:
         (prefix, model), found = self._models[0], list[Weights]()
 
         def begin() -> bytes:
-            found.append(files.enter_context(opened(source, say)))
+            found.append(files.enter_context(open_weights(source, say)))
             return found[0].digest.encode()
 
         def read() -> bytes:

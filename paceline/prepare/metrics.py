@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
-from paceline.prepare.binding import rebind
+from paceline.prepare.binding import rebind_method
 from paceline.record.logged.metric import TORCHMETRICS, is_metric
 
 
@@ -36,16 +36,16 @@ def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> No
             )
 
 
-def within(module: nn.Module) -> Iterator[nn.Module]:
+def find_metrics(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the metrics in a model; a collection counts as one."""
     if is_metric(module):
         yield module
     else:
         for child in module.children() if TORCHMETRICS in sys.modules else ():
-            yield from within(child)
+            yield from find_metrics(child)
 
 
-def bind(metric: nn.Module, loop: TrainingLoop) -> None:
+def bind_metric(metric: nn.Module, loop: TrainingLoop) -> None:
     """Let `update` and `forward` count nothing in a ghost turn.
 
     `forward` still returns a value, of the ghost alone.
@@ -62,25 +62,25 @@ def bind(metric: nn.Module, loop: TrainingLoop) -> None:
 
     def updating(own: Callable[..., Any]) -> Callable[..., Any]:
         def update(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return None if _ghost(loop) else own(self, *args, **kwargs)
+            return None if _is_ghost_turn(loop) else own(self, *args, **kwargs)
 
         return update
 
     def running(own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return (
-                type(self).forward(_fresh(self), *args, **kwargs)
-                if _ghost(loop)
+                type(self).forward(_copy_unbound(self), *args, **kwargs)
+                if _is_ghost_turn(loop)
                 else own(self, *args, **kwargs)
             )
 
         return forward
 
-    rebind(metric, "update", updating, loop)
-    rebind(metric, "forward", running, loop)
+    rebind_method(metric, "update", updating, loop)
+    rebind_method(metric, "forward", running, loop)
 
 
-def _fresh(metric: nn.Module) -> nn.Module:
+def _copy_unbound(metric: nn.Module) -> nn.Module:
     """Return a copy of a metric that isn't bound."""
     unbound = copy.deepcopy(metric)
     for name in ("update", "forward"):
@@ -89,6 +89,6 @@ def _fresh(metric: nn.Module) -> nn.Module:
     return unbound
 
 
-def _ghost(loop: TrainingLoop) -> bool:
+def _is_ghost_turn(loop: TrainingLoop) -> bool:
     turn = loop.turn
     return turn is not None and turn.ghost

@@ -26,7 +26,7 @@ from paceline.comm.backward_pass import current_pass_id
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.registry import Prepared
-from paceline.replicas.manual_gradients import FIRST, ManualGradients
+from paceline.replicas.manual_gradients import FIRST_STEPS, ManualGradients
 from paceline.replicas.step_count import StepCount
 
 _REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
@@ -38,8 +38,8 @@ class KnownOptimizer(NamedTuple):
     optimizer: weakref.ref[Optimizer]
     groups: int
     slots: int
-    ours: bool  # some of its parameters are the run's
-    prepared: bool
+    is_of_run: bool  # some of its parameters are the run's
+    is_prepared: bool
 
 
 class OptimizerWatch:
@@ -57,25 +57,25 @@ class OptimizerWatch:
         tally: StepCount,
         strange: Callable[[Optimizer, bool], None],
     ) -> None:
-        self._prepared, self._loop, self._by_hand, self.tally, self._strange = (
+        self._prepared, self._loop, self._by_hand, self.tally, self._note_unprepared = (
             prepared,
             loop,
             by_hand,
             tally,
             strange,
         )
-        self._alike = False  # all workers take the same steps
+        self._counts_alike = False  # all workers take the same steps
         self._known: dict[int, KnownOptimizer] = {}
-        self._ours: set[int] = set()
+        self._own_ids: set[int] = set()
         self._thread = threading.get_ident()
 
-    def begin(self) -> None:
+    def begin_watching(self) -> None:
         """Watch from now on, and compare counts of steps where all workers take the same ones."""
-        self._alike = (
+        self._counts_alike = (
             not self._loop.backward.sync.replicas_diverge and self._loop.abilities.remote is None
         )
-        if self._alike:
-            self._prepared.context.agreement.compare_steps(self.tally.told)
+        if self._counts_alike:
+            self._prepared.context.agreement.compare_steps(self.tally.get_counts)
         with _REGISTRY:
             hook = next(StepHook.all(), None)
             if hook is None:
@@ -83,13 +83,13 @@ class OptimizerWatch:
                 register_optimizer_step_pre_hook(hook)
             hook.watches = (*hook.watches, self)
 
-    def end(self) -> None:
+    def end_watching(self) -> None:
         """Stop watching. Calling it twice is harmless."""
         with _REGISTRY:
             for hook in StepHook.all():
                 hook.watches = tuple(watch for watch in hook.watches if watch is not self)
 
-    def see(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
+    def check_step(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
         """Check an optimizer that is about to step.
 
         `alone`: this is the only run that watches in this process; `closure`: the gradients are
@@ -101,36 +101,38 @@ class OptimizerWatch:
             or seen.optimizer() is not optimizer
             or seen[1:3] != (len(optimizer.param_groups), len(self._prepared.slots))
         ):
-            seen = self._meet(optimizer, seen, alone=alone)
-        if not seen.ours:
+            seen = self._get_to_know(optimizer, seen, alone=alone)
+        if not seen.is_of_run:
             return
         loop, tally = self._loop, self.tally
         if current_pass_id() != -1:
             loop.backward.refuse_inside(f"{type(optimizer).__qualname__}.step")
-        if not seen.prepared:
-            self._check(optimizer)
+        if not seen.is_prepared:
+            self._check_unprepared(optimizer)
         if self._prepared.context.group.size == 1:
             return  # no other worker to compare with
-        if tally.at == loop.steps:
-            tally.now += 1
+        if tally.training_step == loop.steps_made:
+            tally.optimizer_steps += 1
         else:
-            tally.add()
-        if self._alike and not closure and loop.backward.watched.parameters:
+            tally.add_step()
+        if self._counts_alike and not closure and loop.backward.watched.parameters:
             leader = loop.turns.leader
-            within = leader is not None and loop.steps >= FIRST and leader.turn is not None
-            if not within or loop.steps + 1 >= self._by_hand.meetings.next_step:
-                self._by_hand.look(optimizer)
+            within = (
+                leader is not None and loop.steps_made >= FIRST_STEPS and leader.turn is not None
+            )
+            if not within or loop.steps_made + 1 >= self._by_hand.meetings.next_server:
+                self._by_hand.check_gradients(optimizer)
 
-    def _meet(
+    def _get_to_know(
         self, optimizer: Optimizer, before: KnownOptimizer | None, *, alone: bool
     ) -> KnownOptimizer:
-        self._ours = {id(slot.parameter) for slot in self._prepared.slots}
+        self._own_ids = {id(slot.parameter) for slot in self._prepared.slots}
         prepared = any(optimizer is other for other in self._prepared.optimizers)
         ours = prepared or any(
-            id(p) in self._ours for group in optimizer.param_groups for p in group["params"]
+            id(p) in self._own_ids for group in optimizer.param_groups for p in group["params"]
         )
         if ours:
-            self._prepared.cuts.refuse_whole([optimizer])
+            self._prepared.cuts.refuse_whole_optimizers([optimizer])
         seen = KnownOptimizer(
             weakref.ref(optimizer),
             len(optimizer.param_groups),
@@ -141,13 +143,16 @@ class OptimizerWatch:
         self._known[id(optimizer)] = seen
         new = before is None or before.optimizer() is not optimizer
         if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
-            self._strange(optimizer, ours)
+            self._note_unprepared(optimizer, ours)
         return seen
 
-    def _check(self, optimizer: Optimizer) -> None:
+    def _check_unprepared(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
         loop, name = self._loop, type(optimizer).__qualname__
-        watched, handles = bool(loop.backward.watched.parameters), self._prepared.tables.handles()
+        watched, handles = (
+            bool(loop.backward.watched.parameters),
+            self._prepared.tables.get_handle_ids(),
+        )
         why = ""
         if watched and loop.abilities.remote is not None:
             why = (
@@ -158,19 +163,19 @@ class OptimizerWatch:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
         elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
             why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
-        flat = self._prepared.cuts.flat(optimizer)
-        around = self._around() if why or flat else None
+        flat = self._prepared.cuts.find_flat_parameter(optimizer)
+        around = self._find_outer_optimizer() if why or flat else None
         if not (why or flat) or around is not None:
             return
         if flat:
-            self._prepared.cuts.refuse_late([optimizer])
+            self._prepared.cuts.refuse_late_optimizers([optimizer])
         else:
             raise UsageError(
                 f"{name} steps on parameters of a prepared model and was not given to run.prepare: "
                 f"{why}; give it to run.prepare"
             )
 
-    def _around(self) -> Optimizer | None:
+    def _find_outer_optimizer(self) -> Optimizer | None:
         """Prepared optimizer that is stepping and contains this one (SAM, Lookahead)."""
         frame, prepared = (
             sys._getframe(2),
@@ -206,4 +211,6 @@ class StepHook:
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         watches = self.watches
         for watch in watches:
-            watch.see(optimizer, alone=len(watches) == 1, closure=len(args) > 1 or bool(kwargs))
+            watch.check_step(
+                optimizer, alone=len(watches) == 1, closure=len(args) > 1 or bool(kwargs)
+            )

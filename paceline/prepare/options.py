@@ -18,11 +18,11 @@ from paceline import notation
 from paceline.data.checks import check_options
 from paceline.data.costs import Cost
 from paceline.data.loader import ShareLoader
-from paceline.data.shares import AskedShares, policy
+from paceline.data.shares import RequestedShares, make_policy
 from paceline.data.spec import Loss, Sharding, Weigh
 from paceline.errors import UsageError
-from paceline.formatting import unknown
-from paceline.prepare.cuts import Asked
+from paceline.formatting import describe_unknown_choice
+from paceline.prepare.cuts import WantedCuts
 from paceline.prepare.initial import Init
 
 BatchNorm = Literal["sync", "local"]
@@ -55,12 +55,12 @@ class PrepareKeywords(TypedDict, total=False):
     loss: Loss | None
     weigh: Weigh | None
     cost: Cost | None
-    shares: AskedShares
+    shares: RequestedShares
     batchnorm: BatchNorm | None
     train: bool | None
     pad: bool | None
     shard: Sharding | None
-    cut: Asked | None
+    cut: WantedCuts | None
     init: Init | None
 
 
@@ -85,10 +85,10 @@ class PrepareOptions:
     """
 
     def __init__(self, shares: str | None = None) -> None:
-        self._shares = None if shares is None else notation.shares(shares)
+        self._shares = None if shares is None else notation.parse_shares(shares)
         self._kept: dict[str, Any] = {}
 
-    def hear(
+    def resolve_options(
         self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool
     ) -> dict[str, Any]:
         """Options for the `loaders` and `models` of this call.
@@ -97,24 +97,26 @@ class PrepareOptions:
         the number of workers. Raises `UsageError` for an unknown value as early as it is given.
         """
         said = {name: value for name, value in given.items() if value is not None}
-        options = {**DEFAULTS, **self._before(said), **said}
+        options = {**DEFAULTS, **self._kept_options(said), **said}
         if self._shares is not None:
             options["shares"] = self._shares
-        _check(options, size)
+        _check_options(options, size)
         later = {
             name: value
             for name, value in said.items()
             if not (models if name in OF_MODELS else loaders)
         }
-        self._kept = {**self._before(later), **later}
+        self._kept = {**self._kept_options(later), **later}
         return options
 
-    def _before(self, said: Mapping[str, Any]) -> dict[str, Any]:
+    def _kept_options(self, said: Mapping[str, Any]) -> dict[str, Any]:
         """Kept options, without those that contradict the options of this call."""
         against = {"weigh"} if said.get("loss") == "sum" else {"loss"} if "weigh" in said else set()
         return {name: value for name, value in self._kept.items() if name not in against}
 
-    def of(self, dataset: Any, options: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    def loader_options(
+        self, dataset: Any, options: dict[str, Any], given: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the options of one loader.
 
         Options for streams that were said before don't hold for other data sets.
@@ -128,8 +130,8 @@ class PrepareOptions:
         return {name: value for name, value in {**options, **out}.items() if name not in OF_MODELS}
 
 
-def _check(options: Mapping[str, Any], size: int) -> None:
-    if wrong := unknown("batchnorm", options["batchnorm"], BatchNorm):
+def _check_options(options: Mapping[str, Any], size: int) -> None:
+    if wrong := describe_unknown_choice("batchnorm", options["batchnorm"], BatchNorm):
         raise UsageError(wrong)
     check_options(options["loss"], options["weigh"])
-    policy(options["shares"], size)
+    make_policy(options["shares"], size)

@@ -13,11 +13,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from paceline.cluster.mesh import SAMPLED
+from paceline.cluster.mesh import SAMPLE_AXES
 from paceline.comm.group_protocol import FinishedWork, Op, Work
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.balance import WorkerSpeeds
-from paceline.data.loader import ShareLoader, deal
+from paceline.data.loader import ShareLoader, deal_loader
 from paceline.data.rng import SampleOrder
 from paceline.errors import UsageError
 from paceline.loop import forward_turn
@@ -26,13 +26,13 @@ from paceline.loop.step import TrainingStep
 from paceline.parallel.batchnorm import desynchronise_batchnorm, synchronise_batchnorm
 from paceline.prepare import checks, hooks, metrics, scaling, tensor_peers
 from paceline.prepare.cuts import ModelCuts
-from paceline.prepare.device import mover
+from paceline.prepare.device import make_mover
 from paceline.prepare.gradient_clipping import GradientClipping
-from paceline.prepare.initial import InitialValues, check_asked, move
+from paceline.prepare.initial import InitialValues, check_init, move_models
 from paceline.prepare.options import PrepareOptions
 from paceline.prepare.remote import RemoteSteps
 from paceline.servers.run_tables import RunTables
-from paceline.state.versioned import Stateful, UnownedParameters, Versioned
+from paceline.state.versioned import Stateful, UnownedParameters, VersionedState
 from paceline.sync.base import Slot
 from paceline.workers.axes import RunAxes
 from paceline.workers.groups import Subgroups
@@ -61,7 +61,7 @@ class Prepared:
         self.axes, self.cuts, self.state, self._unowned = (
             axes,
             cuts,
-            Versioned(),
+            VersionedState(),
             UnownedParameters(),
         )
         self.context = context = axes.slice
@@ -69,10 +69,10 @@ class Prepared:
         self.epochs, self._step, loop = epochs, step, step.loop
         self._backward, self._loop = loop.backward, loop
         self._device, self.subgroups = device, subgroups
-        self._synchronous, self._wishes = list[nn.Module](), PrepareOptions(shares)
+        self._synchronous, self._options = list[nn.Module](), PrepareOptions(shares)
         self.metrics: list[nn.Module] = []  # of torchmetrics
         self._unstepped: set[int] = set()  # the ids of optimizers
-        self._bindings = hooks.OptimizerBindings(self._begins, loop)
+        self._bindings = hooks.OptimizerBindings(self._check_beginning, loop)
         # of each optimizer, by its id: how many parameter groups it was prepared with
         self._groups: dict[int, int] = {}
         self.tables = RunTables(context, loop.backward)
@@ -86,80 +86,87 @@ class Prepared:
 
         `given` has None for each option that the call leaves out.
         """
-        kinds = [checks.kind(value) for value in objects]
+        kinds = [checks.find_kind(value) for value in objects]
         by_kind: dict[str, list[Any]] = defaultdict(list)
         for value, kind in zip(objects, kinds, strict=True):
             if not any(value is other for other in by_kind[kind]):
                 by_kind[kind].append(value)
         tensor_peers.share_randomness(self.axes)
-        options = self._wishes.hear(
+        options = self._options.resolve_options(
             given,
             self.context.group.size,
             loaders=bool(by_kind["loader"]),
             models=bool(by_kind["model"]),
         )
-        check_asked(given["init"], by_kind["model"], self._fresh(by_kind["model"]))
-        self.cuts.hear(by_kind["loader"], given["batchnorm"])
+        check_init(given["init"], by_kind["model"], self._find_new(by_kind["model"]))
+        self.cuts.note_options(by_kind["loader"], given["batchnorm"])
         if by_kind["model"] or by_kind["optimizer"]:
-            self._replicate(by_kind["model"], by_kind["optimizer"], options)
+            self._prepare_models(by_kind["model"], by_kind["optimizer"], options)
         for metric in [
             *by_kind["metric"],
-            *(metric for model in by_kind["model"] for metric in metrics.within(model)),
+            *(metric for model in by_kind["model"] for metric in metrics.find_metrics(model)),
         ]:
-            self._count_in(metric)
+            self._prepare_metric(metric)
         for kind, bind in (
             ("scheduler", hooks.bind_scheduler),
             ("scaler", functools.partial(scaling.bind_scaler, axes=self.axes)),
         ):
-            for thing in self._fresh(by_kind[kind]):
+            for thing in self._find_new(by_kind[kind]):
                 if self._remote is not None:
-                    checks.check_elsewhere(thing)
+                    checks.check_not_scaler(thing)
                 bind(thing, self._loop)
-                self._add(kind, thing)
+                self._add_part(kind, thing)
         if any(scaler.is_enabled() for scaler in self._loop.scalers):
             self.tables.check_scaler()
         ready = [
-            self._deal(value, self._wishes.of(value.dataset, options, given))
+            self._deal_loader(value, self._options.loader_options(value.dataset, options, given))
             if kind == "loader"
             else value
             for value, kind in zip(objects, kinds, strict=True)
         ]
-        self._bind()
+        self._bind_objects()
         return ready
 
-    def _replicate(
+    def _prepare_models(
         self, models: list[nn.Module], optimizers: list[Optimizer], options: dict[str, Any]
     ) -> None:
-        fresh, cuts = self._fresh(models), self.cuts.choose(options["cut"])
-        move(self.cuts.on_one_device(models, cuts), self._device)
+        fresh, cuts = self._find_new(models), self.cuts.choose_cuts(options["cut"])
+        move_models(self.cuts.models_on_one_device(models, cuts), self._device)
         for model in fresh:
             prefix = f"model{len(self.models)}." if self.models or len(models) > 1 else ""
             self.models.append((prefix, model))
-            self._add("model", model)
+            self._add_part("model", model)
         if self._remote is not None:
             checks.check_owner(self.slots, optimizers)
         new = [(prefix, model) for prefix, model in self.models if model in fresh]
-        if self.axes.groups.group_along(*SAMPLED).size > 1 or self.axes.mesh.extent("stage") > 1:
+        if (
+            self.axes.groups.group_along(*SAMPLE_AXES).size > 1
+            or self.axes.mesh.axis_size("stage") > 1
+        ):
             checks.check_embeddings(new)
         unknown = list(
-            checks.unknown(self.cuts.slots(checks.slots(self.models, optimizers)), self.slots)
+            checks.find_new_slots(
+                self.cuts.replace_slots(checks.list_slots(self.models, optimizers)), self.slots
+            )
         )
-        checks.level(self.axes.everyone, unknown, new, optimizers, self.context.announce)
-        self._unowned.add(checks.unowned(unknown, self.models), self.state)
+        checks.equalize_replicas(
+            self.axes.everyone, unknown, new, optimizers, self.context.announce
+        )
+        self._unowned.add_parameters(checks.find_unowned(unknown, self.models), self.state)
         # a cut of this worker's own moves its model
         home = self._device if all(cut.axis for cut in cuts) else torch.device("cpu")
-        for source in self.cuts.apply(
+        for source in self.cuts.apply_cuts(
             new, cuts, optimizers, InitialValues(new, options["init"], self.cuts.seed, home)
         ):
-            self._backward.follow(source)
-        self.cuts.repoint(optimizers)
-        slots = list(self.cuts.slots(checks.slots(self.models, optimizers)))
+            self._backward.follow_source(source)
+        self.cuts.repoint_optimizers(optimizers)
+        slots = list(self.cuts.replace_slots(checks.list_slots(self.models, optimizers)))
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
         self.slots = [
             slot._replace(optimizer=slot.optimizer or owners.get(id(slot.parameter)))
             for slot in self.slots
         ]
-        self.slots += checks.unknown(slots, self.slots)
+        self.slots += checks.find_new_slots(slots, self.slots)
         if optimizers:
             self.cuts.check_used()
         if options["batchnorm"] == "sync" and any(
@@ -177,12 +184,12 @@ class Prepared:
                 for model in self.cuts.without_stages(models)
                 if model not in self._synchronous
             ]
-            self._synchronise(self._synchronous)
-        for optimizer in self._fresh(optimizers):
+            self._synchronize_batchnorm(self._synchronous)
+        for optimizer in self._find_new(optimizers):
             if self._device.type == "cuda" and optimizer.state:
                 # its state follows the parameters
                 optimizer.load_state_dict(optimizer.state_dict())
-            self._add("optimizer", optimizer)
+            self._add_part("optimizer", optimizer)
             self.optimizers.append(optimizer)
             self._unstepped.add(id(optimizer))
         self._groups.update(
@@ -192,14 +199,14 @@ class Prepared:
         self._loop.models += fresh
         self._open_tables()
 
-    def _count_in(self, metric: nn.Module) -> None:
+    def _prepare_metric(self, metric: nn.Module) -> None:
         if self.survives:
             raise UsageError(
                 f"a {type(metric).__qualname__} would count a turn twice that is dealt again when "
                 "a worker is lost, and asks nobody else "
                 "there: with --min-workers use run.mean and run.gather, or leave out --min-workers"
             )
-        self.axes.refuse(
+        self.axes.refuse_cut_axes(
             f"a {type(metric).__qualname__}",
             (
                 "it would count samples once for each worker that has them; "
@@ -208,16 +215,18 @@ class Prepared:
         )
         if self._device.type == "cuda":
             metric.to(self._device)
-        metrics.bind(metric, self._loop)
+        metrics.bind_metric(metric, self._loop)
         self.metrics.append(metric)
 
     def check_known(self) -> None:
         """Raise `UsageError` for a parameter that a model or optimizer got after it was
         prepared.
         """
-        checks.check_known(self.cuts.slots(checks.slots(self.models, self.optimizers)), self.slots)
+        checks.check_known(
+            self.cuts.replace_slots(checks.list_slots(self.models, self.optimizers)), self.slots
+        )
 
-    def _begins(self, optimizer: Optimizer, graded: bool) -> None:
+    def _check_beginning(self, optimizer: Optimizer, graded: bool) -> None:
         """Check an optimizer that steps: all of its parameters must be exchanged.
 
         A copy of one is not checked.
@@ -251,16 +260,16 @@ class Prepared:
 
     def _open_tables(self) -> None:
         """Start servers for the sparse tables among the models."""
-        tables = self.tables.find(self.models)
+        tables = self.tables.find_new_tables(self.models)
         if tables:
-            self.axes.refuse(f"the sparse table {tables[0][0]}", UNCUT, beside=SAMPLED)
+            self.axes.refuse_cut_axes(f"the sparse table {tables[0][0]}", UNCUT, beside=SAMPLE_AXES)
         if tables and self.survives and self._sample_queue is not None:
             raise UsageError(
                 f"sparse tables ({tables[0][0]}) go on when workers are lost if all are in "
                 "lockstep, and with staleness or backup_workers "
                 "they aren't: leave those out, or leave out --min-workers"
             )
-        handles = {id(module.weight) for _, module in tables} | self.tables.handles()
+        handles = {id(module.weight) for _, module in tables} | self.tables.get_handle_ids()
         others = [
             slot
             for slot in self.slots
@@ -282,98 +291,100 @@ class Prepared:
                 "ParameterServer, and with this strategy "
                 "replicas part between two steps: use one of those, or leave out --min-workers"
             )
-        had = bool(self.tables.kept)
-        self.tables.open(tables, self.optimizers, self._abilities.unlocked_rows)
-        if self.tables.kept and not had:
+        had = bool(self.tables.tables)
+        self.tables.open_on_servers(tables, self.optimizers, self._abilities.unlocked_rows)
+        if self.tables.tables and not had:
             observers = self._loop.observers
             self._loop.observe(
-                replace(observers, committed=(self.tables.commit, *observers.committed))
+                replace(observers, committed=(self.tables.commit_turn, *observers.committed))
             )
 
-    def _bind(self) -> None:
+    def _bind_objects(self) -> None:
         """Follow all that is prepared; called again when there is more."""
         loop = self._loop
         for optimizer in self.optimizers:
-            if self._remote is not None or self.tables.has(optimizer):
+            if self._remote is not None or self.tables.steps_tables(optimizer):
                 self._bindings.remote[id(optimizer)] = self._remote_steps
             hooks.bind_optimizer(optimizer, self._step, self._bindings)
-            if self.axes.cut:
-                hooks.bind_groups(optimizer, loop, self.cuts.trained)
-        if self.axes.cut:
+            if self.axes.cut_axes:
+                hooks.bind_groups(optimizer, loop, self.cuts.trained_tensor)
+        if self.axes.cut_axes:
             named = [parameter for _, model in self.models for parameter in model.parameters()]
-            self.clipping.follow([*named, *map(self.cuts.trained, named)])
+            self.clipping.follow_parameters([*named, *map(self.cuts.trained_tensor, named)])
         if self.context.group.size == 1 and not self.survives and not self.cuts.pipelines:
             return
-        handles = self.tables.handles()
+        handles = self.tables.get_handle_ids()
         slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
-        self.clipping.follow(slot.parameter for slot in slots)
-        self._backward.watch(
-            self.cuts.summed([slot for slot in slots if slot.parameter.requires_grad])
+        self.clipping.follow_parameters(slot.parameter for slot in slots)
+        self._backward.watch_slots(
+            self.cuts.merge_summed_slots([slot for slot in slots if slot.parameter.requires_grad])
         )
-        self._backward.watched.freeze([slot for slot in slots if not slot.parameter.requires_grad])
+        self._backward.watched.note_frozen(
+            [slot for slot in slots if not slot.parameter.requires_grad]
+        )
         for _, model in self.models:
-            hooks.follow(model, loop)
-            forward_turn.remember(model, loop)
+            hooks.follow_forwards(model, loop)
+            forward_turn.remember_turns(model, loop)
 
-    def _deal(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
-        tensor_peers.check(options, self.axes)
+    def _deal_loader(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
+        tensor_peers.check_options(options, self.axes)
         agreement, say = self.context.agreement, self.context.announce
-        move = tensor_peers.compared(mover(self._device), self.axes)
+        move = tensor_peers.compare_batches(make_mover(self._device), self.axes)
         options |= {"sample_queue": self._sample_queue, "speeds": self._speeds, "order": self.order}
-        dealt = deal(loader, agreement, hooks=self.epochs, say=say, move=move, **options)
+        dealt = deal_loader(loader, agreement, hooks=self.epochs, say=say, move=move, **options)
         self.loaders.append(dealt)
-        self._add("loader", dealt)
+        self._add_part("loader", dealt)
         return dealt
 
     @property
     def _sample_queue(self) -> SampleQueue | None:
         return self._loop.abilities.sample_queue
 
-    def _synchronise(self, models: list[nn.Module]) -> None:
+    def _synchronize_batchnorm(self, models: list[nn.Module]) -> None:
         """Let BatchNorm layers exchange in a group of their own, while buckets are under way."""
         context = self.context
         if context.group.size == 1:
             return
-        self.subgroups.everyone()
-        norms: Any = _WatchedGroup(self)
+        self.subgroups.layer_group()
+        norms: Any = _BatchNormGroup(self)
         for model in models:
             synchronise_batchnorm(
                 model,
                 norms,
                 ghost=lambda: context.step_state.ghost,
                 scale=lambda: context.step_state.scale,
-                copies=self._in_loop,
+                copies=self._is_in_loop,
             )
 
-    def _in_loop(self) -> bool:
+    def _is_in_loop(self) -> bool:
         """Whether a loop over a prepared loader is under way.
 
         All workers run such a loop, each on its share.
         """
         return self._loop.turn is not None
 
-    def regroup(self) -> None:
+    def regroup_layers(self) -> None:
         """Make the groups of layers and loaders anew, as the workers have changed. Collective."""
-        self.subgroups.forget()
-        self._synchronise(self._synchronous)
+        self.subgroups.forget_groups()
+        self._synchronize_batchnorm(self._synchronous)
 
-    def release(self, *, failed: bool) -> None:
+    def release_models(self, *, failed: bool) -> None:
         """Make models plain again and close tables, as the run ends on this worker."""
         for _, model in self.models:
             desynchronise_batchnorm(model)
         self.tables.close(failed=failed)
-        self.cuts.end()
+        self.cuts.end_cuts()
 
-    def _fresh(self, things: list[Any]) -> list[Any]:
+    def _find_new(self, things: list[Any]) -> list[Any]:
         """Return those of these objects that were not prepared before."""
         return [thing for thing in things if not any(thing is part for part in self.state.parts)]
 
-    def _add(self, kind: str, thing: Stateful) -> None:
+    def _add_part(self, kind: str, thing: Stateful) -> None:
         taken = sum(name.startswith(kind) for name in self.state.names)
-        self.state.add(f"{kind}{taken}" if taken else kind, thing)
+        self.state.add_part(f"{kind}{taken}" if taken else kind, thing)
 
 
-class _WatchedGroup:
+class _BatchNormGroup:
     """A group for BatchNorm whose exchanges are visible to others, and which survives losses."""
 
     def __init__(self, prepared: Prepared) -> None:
@@ -384,7 +395,7 @@ class _WatchedGroup:
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
 
-        agreement, norms = self._prepared.context.agreement, self._prepared.subgroups.norms
+        agreement, norms = self._prepared.context.agreement, self._prepared.subgroups.layer_subgroup
         if agreement.recovery is None and norms is not None:
             return FinishedWork(
                 agreement.wait_for_some(
@@ -394,7 +405,7 @@ class _WatchedGroup:
             )
 
         def act() -> Tensor:
-            norms = self._prepared.subgroups.norms
+            norms = self._prepared.subgroups.layer_subgroup
             return (
                 x.clone() if norms is None else norms.all_reduce(x.clone(), op=op, name=name).wait()
             )

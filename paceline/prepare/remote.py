@@ -44,8 +44,11 @@ class RemoteSteps:
     ) -> Any:
         """Make a step of `optimizer`; `own_step` is its own step, for what isn't on servers."""
         loop, tables = self._loop, self._tables
-        whole, rows = self._sync is not None and self._sync.steps(optimizer), tables.has(optimizer)
-        loop.transaction.stepping(remote=whole or (rows and tables.lasting is not None))
+        whole, rows = (
+            self._sync is not None and self._sync.steps(optimizer),
+            tables.steps_tables(optimizer),
+        )
+        loop.transaction.note_step(remote=whole or (rows and tables.recoverable_steps is not None))
         if not whole and not rows:
             result = own_step(optimizer, *args, **kwargs)
         else:
@@ -53,14 +56,14 @@ class RemoteSteps:
             if closure is not None:
                 with torch.enable_grad():
                     result = closure()
-            loop.ready("optimizer.step")
-            self._step(optimizer, own_step, whole=whole)
-            if not loop.acting:
+            loop.exchange_due_gradients("optimizer.step")
+            self._step_on_servers(optimizer, own_step, whole=whole)
+            if not loop.is_acting:
                 return result
-        loop.stepped(optimizer)
+        loop.note_optimizer_step(optimizer)
         return result
 
-    def _step(self, optimizer: Optimizer, own: OwnStep, *, whole: bool) -> None:
+    def _step_on_servers(self, optimizer: Optimizer, own: OwnStep, *, whole: bool) -> None:
         """Make a step of tables, of everything else (`whole`), or of both.
 
         Nothing of it is made where the turn is dealt again.
@@ -69,13 +72,13 @@ class RemoteSteps:
         if whole:
             self._refuse_mixed(optimizer)
         if whole and optimizer.state:
-            check_memory(optimizer, tables.handles())
+            check_memory(optimizer, tables.get_handle_ids())
         self._push_rows(optimizer, last=not whole)
-        if loop.acting:
-            with tables.hidden(optimizer):
+        if loop.is_acting:
+            with tables.hide_gradients(optimizer):
                 self._step_all(optimizer) if whole else own(optimizer)
-        if loop.acting:
-            tables.make(optimizer)
+        if loop.is_acting:
+            tables.make_steps(optimizer)
 
     def _refuse_mixed(self, optimizer: Optimizer) -> None:
         """Raise `UsageError` if p.grad sums passes that need separate weights on the way to
@@ -83,7 +86,7 @@ class RemoteSteps:
         """
         mixed = self._loop.backward.mixed
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        name = None if mixed is None else mixed.find(stepped)
+        name = None if mixed is None else mixed.find_mixed(stepped)
         if name is not None:
             raise UsageError(
                 f"p.grad of {name} adds up batches that this worker has different parts of, and "
@@ -97,11 +100,14 @@ class RemoteSteps:
         `last`: nothing else of the step can fail.
         """
         loop, tables = self._loop, self._tables
-        if tables.lasting is None or not tables.has(optimizer):
-            tables.give(optimizer)
+        if tables.recoverable_steps is None or not tables.steps_tables(optimizer):
+            tables.push_gradients(optimizer)
         else:
-            loop.transaction.step(
-                lambda: tables.give(optimizer), "optimizer.step", last=last, apart=loop.apart
+            loop.transaction.step_remotely(
+                lambda: tables.push_gradients(optimizer),
+                "optimizer.step",
+                last=last,
+                apart=loop.apart,
             )
 
     def _step_all(self, optimizer: Optimizer) -> None:
@@ -109,7 +115,7 @@ class RemoteSteps:
         loop, sync = self._loop, self._sync
         assert sync is not None
         began = time.perf_counter()
-        loop.transaction.step(
+        loop.transaction.step_remotely(
             lambda: sync.step(optimizer), "optimizer.step", last=True, apart=loop.apart
         )
         loop.backward.meter.expose(time.perf_counter() - began)
@@ -119,12 +125,12 @@ class RemoteSteps:
         """Whether servers step all parameters but tables."""
         return self._sync is not None and self._sync.attached
 
-    def clip(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    def clip_gradients(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip gradients where they are, and return their norm before."""
         loop, sync, clipping = self._loop, self._sync, self._clipping
         if sync is None or clipping is None or not self.steps_all:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        norm = loop.transaction.step(
+        norm = loop.transaction.step_remotely(
             lambda: clipping.clip(parameters, max_norm, norm_type), "run.clip", apart=loop.apart
         )
         return torch.zeros(()) if norm is None else norm

@@ -11,16 +11,16 @@ from typing import Any
 
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare import hooks
-from paceline.prepare.binding import rebind
+from paceline.prepare.binding import rebind_method
 from paceline.workers.axes import RunAxes
 
 
 def bind_scaler(scaler: Any, loop: TrainingLoop, axes: RunAxes) -> None:
     """Let a GradScaler act with the optimizer, and look for overflows along the axes of cuts."""
     hooks.bind_scaler(scaler, loop)
-    if not axes.cut:
+    if not axes.cut_axes:
         return
-    group = axes.groups.group_along(*axes.cut)
+    group = axes.groups.group_along(*axes.cut_axes)
 
     def looking(own: Callable[..., Any]) -> Callable[..., Any]:
         def look(self: Any, *args: Any, **options: Any) -> Any:
@@ -32,4 +32,4 @@ def bind_scaler(scaler: Any, loop: TrainingLoop, axes: RunAxes) -> None:
         return look
 
     # which all that a GradScaler does with gradients goes through
-    rebind(scaler, "_unscale_grads_", looking, loop)
+    rebind_method(scaler, "_unscale_grads_", looking, loop)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from paceline.checkpoint.files.block_files import BlockReader
 from paceline.checkpoint.files.checkpoint import Checkpoint
-from paceline.checkpoint.files.export import locate, model_tree
-from paceline.checkpoint.files.manifest import MANIFEST
+from paceline.checkpoint.files.export import get_model_tree, load_lazily
+from paceline.checkpoint.files.manifest import MANIFEST_FILE
 from paceline.errors import CheckpointError, UsageError
 from paceline.parallel import weights
 from paceline.parallel.placement import Rectangle
 from paceline.parallel.weights import Weights
-from paceline.state.snapshot import entries, path_of
+from paceline.state.snapshot import subtrees_by_key, tensor_path
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ Source = weights.Source | StoredModel
 
 
 @contextlib.contextmanager
-def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
+def open_weights(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
     """Open weights from a file, a dict, or the newest complete checkpoint of a run.
 
     `say` gets the checkpoints that are passed over. Raises `UsageError` for an unreadable one.
@@ -54,18 +54,18 @@ def opened(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
             yield stored_weights
         return
     with contextlib.ExitStack() as files:
-        with _unusable():
-            stored = _of_checkpoint(
-                locate(source.folder, say, best=source.best), source.part, files
+        with _explain_unusable():
+            stored = _read_checkpoint(
+                load_lazily(source.folder, say, best=source.best), source.part, files
             )
         yield stored
 
 
-def _of_checkpoint(
+def _read_checkpoint(
     checkpoint: Checkpoint, part: str | None, files: contextlib.ExitStack
 ) -> Weights:
-    nodes = entries(model_tree(checkpoint, part))
-    paths = {str(name): path_of(node) for name, node in nodes.items()}
+    nodes = subtrees_by_key(get_model_tree(checkpoint, part))
+    paths = {str(name): tensor_path(node) for name, node in nodes.items()}
     odd = next((name for name, path in paths.items() if path is None), None)
     if odd is not None or not paths:
         what = "it is no dict of tensors" if odd is None else f"{odd} is no tensor"
@@ -74,19 +74,23 @@ def _of_checkpoint(
             "load paceline.state_dict by hand"
         )
     reader = files.enter_context(BlockReader(checkpoint.path, checkpoint.index))
-    shapes = {name: reader.stored(path).shape for name, path in paths.items() if path is not None}
+    shapes = {
+        name: reader.get_stored_tensor(path).shape
+        for name, path in paths.items()
+        if path is not None
+    }
 
     def read(name: str, box: Rectangle) -> Tensor:
-        with _unusable():
-            return reader.read(str(paths[name]), box)
+        with _explain_unusable():
+            return reader.read_rectangle(str(paths[name]), box)
 
     # which has the hashes of all files
-    digest = hashlib.sha256((checkpoint.path / MANIFEST).read_bytes()).hexdigest()
+    digest = hashlib.sha256((checkpoint.path / MANIFEST_FILE).read_bytes()).hexdigest()
     return Weights(os.path.relpath(checkpoint.path), shapes, read, digest)
 
 
 @contextlib.contextmanager
-def _unusable() -> Iterator[None]:
+def _explain_unusable() -> Iterator[None]:
     """Raise `UsageError` for a checkpoint that can't be used.
 
     The first values of a model are the script's choice, so none is taken in its place.

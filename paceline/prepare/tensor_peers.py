@@ -16,17 +16,17 @@ from torch import Tensor
 from paceline.comm.axis_meter import AxisMeter
 from paceline.comm.group_protocol import Group
 from paceline.data import rng
-from paceline.data.serialization import pack, unpack
+from paceline.data.serialization import pack_value, unpack_value
 from paceline.errors import DataError, UsageError
-from paceline.state.snapshot import raw
+from paceline.state.snapshot import view_cpu_bytes
 from paceline.workers.axes import RunAxes
 
 EARLY, OFTEN = 3, 100  # batches that are compared: the first ones, and one in so many
 
 
-def check(options: Mapping[str, Any], axes: RunAxes) -> None:
+def check_options(options: Mapping[str, Any], axes: RunAxes) -> None:
     """Raise `UsageError` for options of a loader that don't work if workers share samples."""
-    if axes.mesh.extent("tensor") * axes.mesh.extent("stage") == 1:
+    if axes.mesh.axis_size("tensor") * axes.mesh.axis_size("stage") == 1:
         return
     if options["shard"] == "mine":
         raise UsageError(
@@ -44,23 +44,25 @@ def share_randomness(axes: RunAxes) -> None:
     group = axes.groups.group_along("stage", "tensor")
     if group.size > 1:
         states = group.gather_bytes(
-            pack(rng.shared_state(), what="the state of random generators")
+            pack_value(rng.get_shared_state(), what="the state of random generators")
             if group.rank == 0
             else b""
         )
-        rng.put_shared(unpack(states[0]))
+        rng.set_shared_state(unpack_value(states[0]))
 
 
-def compared(move: Callable[[Any], Any] | None, axes: RunAxes) -> Callable[[Any], Any] | None:
+def compare_batches(
+    move: Callable[[Any], Any] | None, axes: RunAxes
+) -> Callable[[Any], Any] | None:
     """Function that moves a batch to its device, and compares some batches along the two axes."""
     group = axes.groups.group_along("stage", "tensor")
     if group.size == 1:
         return move
-    meter = axes.groups.meter_along("tensor" if axes.mesh.extent("tensor") > 1 else "stage")
+    meter = axes.groups.meter_along("tensor" if axes.mesh.axis_size("tensor") > 1 else "stage")
     return BatchComparer(group, meter, move, axes.slice.announce)
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
+def find_tensors(batch: Any) -> Iterator[Tensor]:
     """Yield the tensors of a batch that lie in mappings, lists and tuples."""
     if isinstance(batch, Tensor):
         yield batch
@@ -72,15 +74,15 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
         if isinstance(batch, list | tuple)
         else ()
     ):
-        yield from tensors_of(part)
+        yield from find_tensors(part)
 
 
-def checksum(batch: Any) -> int:
+def checksum_batch(batch: Any) -> int:
     """Return a number that tells a batch from others, by its tensors; 0 for one without any."""
     total = 0
-    for tensor in tensors_of(batch):
+    for tensor in find_tensors(batch):
         total = zlib.crc32(
-            raw(tensor.detach()).numpy().data,
+            view_cpu_bytes(tensor.detach()).numpy().data,
             zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), total),
         )
     return total
@@ -90,7 +92,7 @@ def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:
     """Raise `DataError` on all workers if tensors differ along `tensor`. Collective."""
     found = [
         int.from_bytes(body, "little")
-        for body in group.gather_bytes(checksum(batch).to_bytes(4, "little"))
+        for body in group.gather_bytes(checksum_batch(batch).to_bytes(4, "little"))
     ]
     other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
     if other is not None:
@@ -131,11 +133,11 @@ class BatchComparer:
         """
         self._seen += 1
         if self._seen <= EARLY or self._seen % OFTEN == 0:
-            self._compare(batch)
+            self._compare_batch(batch)
         return batch if self._move is None else self._move(batch)
 
-    def _compare(self, batch: Any) -> None:
-        if not self._warned and next(tensors_of(batch), None) is None:
+    def _compare_batch(self, batch: Any) -> None:
+        if not self._warned and next(find_tensors(batch), None) is None:
             self._warned = True
             self._announce(
                 f"batch {self._seen} of a loader is a {type(batch).__qualname__} in which no "

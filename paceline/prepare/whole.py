@@ -21,7 +21,7 @@ from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 from paceline.parallel.placement import Placement
 from paceline.prepare.cuts import ModelCuts
-from paceline.state.checksum import checksums
+from paceline.state.checksum import compute_checksums
 from paceline.workers.axes import RunAxes
 
 
@@ -32,7 +32,7 @@ class WholeParameters:
         self._loop, self._cuts, self._axes = loop, cuts, axes
 
     @contextlib.contextmanager
-    def lend(self, parameters: Mapping[str, Parameter]) -> Iterator[dict[str, Parameter]]:
+    def lend_whole(self, parameters: Mapping[str, Parameter]) -> Iterator[dict[str, Parameter]]:
         """Yield a whole parameter for each one, and take this worker's part of what is left of it.
 
         Collective along the cuts.
@@ -44,27 +44,30 @@ class WholeParameters:
                 "them: use AllReduce"
             )
         if backward.passes or backward.owing:
-            self._loop.ready("run.whole")
-        graded, wait = self._loop.acting, self._axes.slice.agreement.wait_for_some
+            self._loop.exchange_due_gradients("run.whole")
+        graded, wait = self._loop.is_acting, self._axes.slice.agreement.wait_for_some
         wholes = wait(
-            lambda: {name: self._gather(name, p, graded=graded) for name, p in parameters.items()},
+            lambda: {
+                name: self._gather_parameter(name, p, graded=graded)
+                for name, p in parameters.items()
+            },
             "run.whole",
         )
         yield wholes
         wait(lambda: self._check_alike(wholes, parameters), "run.whole")
         with torch.no_grad():
             for name, parameter in parameters.items():
-                self._give(parameter, wholes[name], graded=graded)
+                self._write_back(parameter, wholes[name], graded=graded)
         if any(self._cuts.placements.placement_of(p).is_flat for p in parameters.values()):
-            self._cuts.follow()
+            self._cuts.follow_pieces()
 
-    def _place(self, parameter: Parameter) -> tuple[Parameter, Placement, Group]:
-        trained = self._cuts.trained(parameter)
+    def _find_placement(self, parameter: Parameter) -> tuple[Parameter, Placement, Group]:
+        trained = self._cuts.trained_tensor(parameter)
         placement = self._cuts.placements.placement_of(trained)
         return trained, placement, self._axes.groups.group_along(*placement.axes)
 
-    def _gather(self, name: str, parameter: Parameter, *, graded: bool) -> Parameter:
-        trained, placement, group = self._place(parameter)
+    def _gather_parameter(self, name: str, parameter: Parameter, *, graded: bool) -> Parameter:
+        trained, placement, group = self._find_placement(parameter)
         values = [
             trained.detach(),
             *([trained.grad] if graded and trained.grad is not None else []),
@@ -77,7 +80,7 @@ class WholeParameters:
         if len(values) < max(count for _, count in told):
             values.append(torch.zeros_like(trained))  # of layers that other stages have
         gathered = [
-            _put_together(value, placement, [places for places, _ in told], group, name)
+            _assemble_tensor(value, placement, [places for places, _ in told], group, name)
             for value in values
         ]
         whole = Parameter(gathered[0], requires_grad=trained.requires_grad)
@@ -88,8 +91,10 @@ class WholeParameters:
         self, wholes: Mapping[str, Parameter], parameters: Mapping[str, Parameter]
     ) -> None:
         for name, whole in wholes.items():
-            rest = checksums([whole.detach(), *([] if whole.grad is None else [whole.grad])])
-            told = self._place(parameters[name])[2].gather_objects(
+            rest = compute_checksums(
+                [whole.detach(), *([] if whole.grad is None else [whole.grad])]
+            )
+            told = self._find_placement(parameters[name])[2].gather_objects(
                 rest, name=f"what run.whole has left of {name}"
             )
             if any(other != told[0] for other in told):
@@ -100,8 +105,8 @@ class WholeParameters:
                     "(torch.Generator().manual_seed(run.seed))"
                 )
 
-    def _give(self, parameter: Parameter, whole: Parameter, *, graded: bool) -> None:
-        trained, placement, _ = self._place(parameter)
+    def _write_back(self, parameter: Parameter, whole: Parameter, *, graded: bool) -> None:
+        trained, placement, _ = self._find_placement(parameter)
         for one in (trained, *([parameter] if parameter is not trained else [])):
             one.copy_(self._cuts.placements.placement_of(one).copy_part(whole.detach()))
         if graded and whole.grad is not None and trained.grad is not None:
@@ -110,7 +115,7 @@ class WholeParameters:
             trained.grad = None if whole.grad is None else placement.copy_part(whole.grad)
 
 
-def parameters_of(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Parameter]:
+def find_parameters(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Parameter]:
     """Parameters that a script names, by name; those of a module by their names in it."""
     if isinstance(what, nn.Module):
         return dict(what.named_parameters())
@@ -119,10 +124,10 @@ def parameters_of(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Par
             f"run.whole got a {type(what).__qualname__}; give it a parameter, or a module, whose "
             "parameters it takes by name"
         )
-    return {cuts.placements.placement_of(cuts.trained(what)).name or "a parameter": what}
+    return {cuts.placements.placement_of(cuts.trained_tensor(what)).name or "a parameter": what}
 
 
-def _put_together(
+def _assemble_tensor(
     part: Tensor, placement: Placement, places: list[list[list[list[int]]]], group: Group, name: str
 ) -> Tensor:
     """Build the logical tensor from the parts of a group's workers, which lie at `places`."""

@@ -15,7 +15,7 @@ from paceline.cluster.control.calls import CallChannel
 from paceline.cluster.discover import Place
 from paceline.record.display import choose_display
 from paceline.record.status_line import STATUS_INTERVAL, FinishedStep, StatusDisplay, StatusLine
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.lateness import RankLateness
 
 # Seconds between two reports. A display that is redrawn once a second finds a new one each time.
@@ -44,7 +44,7 @@ class StatusReports:
         self._unsent = False
         self._next_report = -float("inf")
         # Sums since the last report that got through.
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
         self._samples = 0
         self._late: tuple[int, dict[str, float], str, float] | None = None
         self._remark = ""
@@ -54,7 +54,7 @@ class StatusReports:
 
     def step(self, finished: FinishedStep, total: int | None) -> None:
         """Add the next finished step. `total` is the number of steps, if it is known."""
-        for part in PARTS:
+        for part in STEP_PARTS:
             self._seconds[part] += finished.seconds.get(part, 0.0)
         self._samples += finished.samples
         self._last_step, self._total_steps, self._unsent = finished, total, True
@@ -117,7 +117,7 @@ class StatusReports:
         # and go with the next report.
         if self._channel.send("status", report, waits=waits):
             self._has_reported, self._late_values = True, None
-            self._samples, self._seconds, self._unsent = 0, dict.fromkeys(PARTS, 0.0), False
+            self._samples, self._seconds, self._unsent = 0, dict.fromkeys(STEP_PARTS, 0.0), False
 
 
 def _choose_values(values: Mapping[str, float]) -> dict[str, float]:
@@ -169,5 +169,5 @@ def make_status_display(place: Place) -> StatusDisplay:
     return (
         StatusLine(choose_display(place))
         if place.call is None
-        else StatusReports(CallChannel.inherited(place.call.channel))
+        else StatusReports(CallChannel.from_descriptor(place.call.channel))
     )

@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol, TextIO
 
 from paceline.cluster.control import events
 from paceline.cluster.discover import Place
-from paceline.status.live_bar import bar_on
-from paceline.status.run_status import RunStatus, line
+from paceline.status.live_bar import make_bar
+from paceline.status.run_status import RunStatus, format_status
 
 # Most seconds between two lines, unless the user chose an interval.
 MAX_LINE_INTERVAL: Final = 60.0
@@ -73,7 +73,7 @@ class PlainLines:
 
     def show(self, status: RunStatus) -> None:
         """Write the status as a line."""
-        self.say(line(status))
+        self.say(format_status(status))
 
     def say(self, text: str) -> None:
         """Write a line, unless lines are switched off."""
@@ -92,7 +92,7 @@ class LauncherBar:
 
     def show(self, status: RunStatus) -> None:
         """Send the status to the launcher."""
-        events.progress(self._place, status.fields())
+        events.report_progress(self._place, status.to_fields())
 
     def say(self, text: str) -> None:
         """Write a line. The launcher shows it above the bar."""
@@ -100,7 +100,7 @@ class LauncherBar:
 
     def close(self) -> None:
         """Tell the launcher to leave the bar as it is."""
-        events.progress(self._place, None)
+        events.report_progress(self._place, None)
 
 
 class TerminalBar:
@@ -112,7 +112,7 @@ class TerminalBar:
 
     def __init__(self, stream: TextIO, *, breaks: bool = True) -> None:
         self._stream = stream
-        self._bar = bar_on(stream, breaks=breaks)
+        self._bar = make_bar(stream, breaks=breaks)
         # Announcements come from other threads, too.
         self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
@@ -121,8 +121,8 @@ class TerminalBar:
     def show(self, status: RunStatus) -> None:
         """Redraw the bar."""
         with self._lock:
-            self._bar.follow(status)
-            self._write_text(self._bar.again())
+            self._bar.set_status(status)
+            self._write_text(self._bar.redraw_bar())
 
     def say(self, text: str) -> None:
         """Write a line above the bar."""
@@ -133,7 +133,7 @@ class TerminalBar:
     def close(self) -> None:
         """Leave the bar as it is and give the process its own streams back."""
         with self._lock:
-            self._write_text(self._bar.leave())
+            self._write_text(self._bar.leave_on_screen())
         self._undo.close()
 
     def _write_text(self, text: str) -> None:
@@ -162,11 +162,11 @@ class TerminalBar:
     def _lift_bar(self, text: str) -> Iterator[None]:
         """Remove the bar while `text` is written, then draw it again."""
         with self._lock:
-            self._write_text(self._bar.away())
+            self._write_text(self._bar.erase_bar())
             # Before the text is written, because Ctrl-C may interrupt right after it.
-            self._bar.wrote(text.encode(errors="replace"))
+            self._bar.note_output(text.encode(errors="replace"))
             yield
-            self._write_text(self._bar.back())
+            self._write_text(self._bar.draw_bar())
 
 
 class StreamAboveBar:

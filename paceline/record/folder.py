@@ -241,7 +241,7 @@ class RunTotals:
     final_loss: float | None
     step_seconds: dict[str, float]
     rank_seconds: list[dict[str, float]]  # step_seconds of each rank
-    # Of each rank, see `paceline.unequal.stragglers.stragglers.unequal`.
+    # Of each rank, see `paceline.unequal.stragglers.stragglers.measure_inequality`.
     rank_work: list[dict[str, float]] = field(default_factory=list)
     # Of each rank: seconds of a mean step by which it was late, by cause.
     rank_late: list[dict[str, float]] = field(default_factory=list)

@@ -18,7 +18,7 @@ from paceline.cluster.control import commands, events
 from paceline.cluster.discover import Place
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
-from paceline.timings import DEFAULTS, HangTimings
+from paceline.timings import DEFAULT_TIMINGS, HangTimings
 
 # A wait is late if it is longer than all of these: so many times the median and the longest
 # interval between calls, and so many times the longest wait that was reported and then ended well.
@@ -92,7 +92,7 @@ class HangDetector:
         self._stopped = threading.Event()
         # Only `paceline run` asks its workers.
         if place.stack_fd is not None:
-            events.show(place)
+            events.register_stack_dump(place)
             threading.Thread(
                 target=self._watch_waits, name="paceline watching", daemon=True
             ).start()
@@ -102,7 +102,7 @@ class HangDetector:
         now, wait = time.monotonic(), self._current_wait()
         last_source = max(self._sources, key=lambda each: each.ended[-1] if each.ended else 0.0)
         seconds = now - (last_source.ended[-1] if last_source.ended else now)
-        events.where(
+        events.report_position(
             self._place,
             self._ended_calls,
             last_source.what if wait is None else wait.what,
@@ -175,18 +175,18 @@ class HangDetector:
             late_seconds = waited if severity == 1 else 0.0
             if severity and (calls, severity) > last_report:
                 last_report = (calls, severity)
-                events.late(self._place, calls, wait.what, given_up=severity == 2)
+                events.report_late_wait(self._place, calls, wait.what, given_up=severity == 2)
 
     def _wait_for_next_look(self) -> bool:
         """Wait until the next look and answer the launcher. Returns whether the run is over."""
         if not self._listens_for_questions or self._place.orders_fd is None:
             return self._stopped.wait(self._timings.look)
-        if commands.asked(self._place.orders_fd, self._timings.look):
+        if commands.wait_for_question(self._place.orders_fd, self._timings.look):
             self.answer_launcher()
         return self._stopped.is_set()
 
 
-def give_up_seconds(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -> float:
+def give_up_seconds(deadline: float, *, timings: HangTimings = DEFAULT_TIMINGS.hangs) -> float:
     """Return the seconds after which the launcher gives up a missing worker.
 
     This is shortly before `deadline`, at which the workers themselves give up, so the launcher can
@@ -196,7 +196,7 @@ def give_up_seconds(deadline: float, *, timings: HangTimings = DEFAULTS.hangs) -
 
 
 def check_late_after(
-    late_after: float | None, deadline: float, *, timings: HangTimings = DEFAULTS.hangs
+    late_after: float | None, deadline: float, *, timings: HangTimings = DEFAULT_TIMINGS.hangs
 ) -> None:
     """Raise `UsageError` if waits can't be reported after `late_after` seconds."""
     latest = give_up_seconds(deadline, timings=timings)

@@ -53,7 +53,7 @@ def predict_parameters(
     nbytes_by_optimizer: dict[int, dict[int, int] | None] = {}
     for prefix, model in prepared.models:
         for name, parameter in model.named_parameters():
-            trained = cuts.trained(parameter)
+            trained = cuts.trained_tensor(parameter)
             slot = slots.get(id(trained), Slot(prefix + name, trained, None))
             optimizer_nbytes: int | None = 0
             if slot.optimizer is not None and trained.requires_grad:

@@ -17,7 +17,7 @@ from paceline.comm.group_protocol import Traffic
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.registry import Prepared
 from paceline.record.logged.metric import TORCHMETRICS
-from paceline.workers.axes import RunAxes, describe
+from paceline.workers.axes import RunAxes, describe_mesh
 
 _PREPARE = "model, optimizer, loader = run.prepare(model, optimizer, loader)"
 
@@ -50,11 +50,11 @@ class StartupHints:
                 None
                 if batch is None
                 else (batch,)
-                if loader.terms.by_cost
+                if loader.terms.deals_by_cost
                 else loader.terms.shares(batch)
             )
             hosts, workers = axes.cluster(), axes.everyone.group.size
-            grid = describe(axes.mesh, hosts) if axes.cut else ""
+            grid = describe_mesh(axes.mesh, hosts) if axes.cut_axes else ""
             self._prepared.context.announce(
                 describe_start(workers, len(hosts.hosts), strategy, shares, grid)
             )
@@ -90,7 +90,7 @@ class StartupHints:
                 f"no loader was given to run.prepare: {count}; write {_PREPARE}, or see that they "
                 "take different samples"
             )
-        elif self._loop.turn is None and not self._loop.steps:
+        elif self._loop.turn is None and not self._loop.steps_made:
             self._say_once(
                 f"an optimizer steps outside of a loop over the prepared loader: {count}; "
                 f"loop over what run.prepare gives back: {_PREPARE}"

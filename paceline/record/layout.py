@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.parallel.placement import Placement
 from paceline.prepare.registry import Prepared
 from paceline.record.folder import LAYOUT_FILE, MEMORY_KINDS
@@ -40,10 +40,11 @@ class ModelLayout:
         ]
         if everyone.group.rank == 0:
             cuts = [
-                {"cut": spell(cut), "travels": cut.travels} for cut in self._prepared.cuts.applied
+                {"cut": format_as_call(cut), "travels": cut.travels}
+                for cut in self._prepared.cuts.applied
             ]
             layout = {
-                "mesh": str(self._axes.mesh) if self._axes.cut else "",
+                "mesh": str(self._axes.mesh) if self._axes.cut_axes else "",
                 "cuts": cuts,
                 "rows": rows,
                 "workers": totals,

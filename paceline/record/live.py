@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from paceline.cluster import machine
-from paceline.cluster.control.progress import birth
-from paceline.formatting import message
+from paceline.cluster.control.progress import read_birth
+from paceline.formatting import list_message_lines
 from paceline.record.folder import RunFolder, temporary_path, to_strict_json
 
 # Events in the file; only the last ones are included.
@@ -58,7 +58,7 @@ class LiveRecord:
         self._writer = {
             "machine": _process_namespace(),
             "pid": os.getpid(),
-            "born": birth(os.getpid()),
+            "born": read_birth(os.getpid()),
         }
         self._has_ended = False
 
@@ -70,7 +70,7 @@ class LiveRecord:
     def record_failure(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Record that the run ended in an error. The file stays, as there will be no summary."""
         if not self._has_ended and self._is_writer():
-            words = " ".join(" ".join(message(error)).split())
+            words = " ".join(" ".join(list_message_lines(error)).split())
             self._write_state(
                 {
                     "state": "failed",
@@ -115,13 +115,13 @@ def is_writer_alive(writer: Mapping[str, Any]) -> bool | None:
         pid := writer.get("pid"), int
     ):
         return None
-    return birth(pid) == writer.get("born")
+    return read_birth(pid) == writer.get("born")
 
 
 def _process_namespace() -> str:
     """Return an identifier shared by all processes that can see each other's process ids."""
     # Process ids are valid inside one PID namespace (such as a container) of one booted machine.
     try:
-        return f"{machine.boot()} {os.readlink('/proc/self/ns/pid')}"
+        return f"{machine.identify_boot()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        return machine.boot()
+        return machine.identify_boot()

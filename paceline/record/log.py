@@ -32,7 +32,7 @@ from paceline.record.logged.values import LoggedValues
 from paceline.record.status_line import StatusDisplay
 from paceline.record.writer import MetricsWriter
 from paceline.sync.codec_cost import CodecAccount
-from paceline.trace import MEASURED, PARTS, SENT
+from paceline.trace import DESTINATIONS, MEASURED_CAUSES, STEP_PARTS
 from paceline.unequal.stragglers.lateness import LatenessTotals
 from paceline.unequal.stragglers.stragglers import StragglerSensor
 
@@ -152,7 +152,7 @@ class MetricsLog:
                 lateness that were measured, in seconds, and SENT, in bytes.
         """
         for account in self._accounts:
-            self.add_values(step, account.take())
+            self.add_values(step, account.take_latest())
         self._ended_steps += 1
         now = self._run_seconds()
         # Values of other steps were logged after their step had ended. They travel along.
@@ -160,9 +160,9 @@ class MetricsLog:
             self._enqueue_entry(
                 _LogEntry(self._ended_steps, ended, now, values=self._open_values.pop(ended))
             )
-        split = [seconds.get(part, 0.0) for part in PARTS]
-        causes = [round(1e6 * seconds.get(cause, 0.0)) for cause in MEASURED]
-        sent = [int(seconds.get(where, 0)) for where in SENT]
+        split = [seconds.get(part, 0.0) for part in STEP_PARTS]
+        causes = [round(1e6 * seconds.get(cause, 0.0)) for cause in MEASURED_CAUSES]
+        sent = [int(seconds.get(where, 0)) for where in DESTINATIONS]
         self._enqueue_entry(
             _LogEntry(
                 self._ended_steps,
@@ -351,7 +351,7 @@ class MetricsLog:
                 for rank_records in logs
             ]
             straggler = (
-                self.straggler_sensor.take(
+                self.straggler_sensor.take_flush(
                     names or range(len(logs)), self.flushed_seconds, hosts, causes
                 )
                 if hosts

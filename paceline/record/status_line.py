@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from paceline.record.display import Display, PlainLines
 from paceline.status.run_status import RunStatus, ValueCurve
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.lateness import RankLateness
 
 # Least seconds between two statuses. Steps arrive about once a second, so a full second would miss
@@ -81,7 +81,7 @@ class StatusLine:
         self._unshown = False
         self._next_status = -float("inf")
         # Sums since the last status.
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
         self._samples = 0
         # Curve of one value: the loss, or else the first by name.
         self._curves: dict[str, ValueCurve] = {}
@@ -95,7 +95,7 @@ class StatusLine:
 
     def step(self, finished: FinishedStep, total: int | None) -> None:
         """Add the next finished step. `total` is the number of steps, if it is known."""
-        for part in PARTS:
+        for part in STEP_PARTS:
             self._seconds[part] += finished.seconds.get(part, 0.0)
         self._samples += finished.samples
         self._last_step, self._total_steps, self._unshown = finished, total, True
@@ -103,7 +103,7 @@ class StatusLine:
             name = "loss" if "loss" in finished.values else min(finished.values)
             if name not in self._curves:
                 self._curves = {name: ValueCurve()}
-            self._curves[name].add(finished.values[name])
+            self._curves[name].add_value(finished.values[name])
 
     def show(self) -> None:
         """Show the newest step, unless the last status is too recent."""
@@ -177,7 +177,7 @@ class StatusLine:
                 remark=self._remark_text,
             )
         )
-        self._samples, self._seconds, self._unshown = 0, dict.fromkeys(PARTS, 0.0), False
+        self._samples, self._seconds, self._unshown = 0, dict.fromkeys(STEP_PARTS, 0.0), False
 
 
 def make_status(
@@ -209,9 +209,9 @@ def make_status(
         epoch=None if epoch is None else epoch[0],
         epochs=None if epoch is None else epoch[1],
         values={name: beat.values[name] for name in names},
-        curve=() if curve is None else curve.points(),
+        curve=() if curve is None else curve.list_points(),
         rate=beat.samples / step_seconds if step_seconds > 0 else None,
-        parts={part: beat.seconds.get(part, 0.0) / step_seconds for part in PARTS}
+        parts={part: beat.seconds.get(part, 0.0) / step_seconds for part in STEP_PARTS}
         if step_seconds > 0
         else {},
         left=left if left is not None and (total is None or beat.step < total) else None,

@@ -17,17 +17,17 @@ from torch import nn
 from paceline.cluster.topology import Topology
 from paceline.comm.group_protocol import Traffic
 from paceline.data.loader import ShareLoader
-from paceline.formatting import counted, spell, spoken
+from paceline.formatting import format_as_call, format_count, format_duration
 from paceline.loop.step_clock import AxisTotals
 from paceline.prepare.registry import Prepared
 from paceline.record import timeline
 from paceline.record.folder import RunFolder, RunSummary, RunTotals
 from paceline.record.log import MetricsLog
 from paceline.record.pipeline_profile import PipelineProfile, combine_workers
-from paceline.state.snapshot import raw
+from paceline.state.snapshot import view_cpu_bytes
 from paceline.sync.base import Strategy
-from paceline.sync.codec_cost import judge
-from paceline.trace import Served, Span
+from paceline.sync.codec_cost import judge_codec
+from paceline.trace import ServerWork, Span
 from paceline.workers.axes import RunAxes
 
 
@@ -54,7 +54,7 @@ class RunOutcome(NamedTuple):
     # Facts of each server.
     servers: list[dict[str, Any]]
     # Spans of each server, on the first worker.
-    served: list[Served]
+    served: list[ServerWork]
     results: dict[str, Any]
     # Links that became slow.
     links: list[dict[str, Any]]
@@ -105,16 +105,16 @@ def _gather_ends(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
         )
     ]
     sent, along, memory, untold = ([head[at] for head in heads] for at in range(4))
-    ahead = timeline.compare_clocks(agreement, cluster.where())
-    spans = timeline.gather_spans(agreement, context.trace.spans())
+    ahead = timeline.compare_clocks(agreement, cluster.host_by_rank())
+    spans = timeline.gather_spans(agreement, context.trace.list_spans())
     pipelines = _combine_pipelines(outcome.prepared, axes, ahead)
     # Replicas must have equal parameters. A rank is compared with the first rank that holds the
     # same part of the model.
-    own_digest = outcome.prepared.tables.fingerprint(
+    own_digest = outcome.prepared.tables.combine_digest(
         hash_parameters(model for _, model in outcome.prepared.models)
     )
     digests = [body.decode() for body in agreement.meet("parameters", own_digest.encode())]
-    reference_ranks = [axes.twin(rank) for rank in range(len(digests))]
+    reference_ranks = [axes.first_replica_of(rank) for rank in range(len(digests))]
     different = {
         rank: twin for rank, twin in enumerate(reference_ranks) if digests[rank] != digests[twin]
     }
@@ -165,9 +165,11 @@ def _write_files(
         context.announce(f"{text} at the end; was something changed on some workers only?")
     steps = max(totals.steps, 1)
     mean_step = sum(totals.step_seconds.values())
-    verdicts = [judge(facts, mean_step, totals.steps) for facts in zip(*ends.codecs, strict=True)]
+    verdicts = [
+        judge_codec(facts, mean_step, totals.steps) for facts in zip(*ends.codecs, strict=True)
+    ]
     summary = RunSummary(
-        sync=spell(outcome.strategy),
+        sync=format_as_call(outcome.strategy),
         workers=axes.everyone.group.size,
         hosts=len(cluster.hosts),
         totals=totals,
@@ -182,8 +184,10 @@ def _write_files(
         checkpoints=outcome.checkpoints,
         servers=outcome.servers,
         loader=describe_dealing(outcome.prepared.loaders),
-        mesh=dict(axes.mesh.axes) if axes.cut else {},
-        places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)] if axes.cut else [],
+        mesh=dict(axes.mesh.axes) if axes.cut_axes else {},
+        places=[axes.mesh.coordinates(rank) for rank in range(axes.mesh.size)]
+        if axes.cut_axes
+        else [],
         axes=_sum_by_axis(ends.along, axes, steps),
         memory=ends.memory,
         log_began=log.opened_at - outcome.began,
@@ -199,10 +203,10 @@ def _write_files(
         log.feed.report_summary(summary.to_fields())
     # Without spans (trace="off") there is no trace file.
     if any(ends.spans.values()):
-        mesh = axes.mesh if axes.cut else None
-        spans = timeline.add_late_spans(ends.spans, log.lateness.recent())
+        mesh = axes.mesh if axes.cut_axes else None
+        spans = timeline.add_late_spans(ends.spans, log.lateness.recent_late_ranks())
         events = timeline.make_trace_events(
-            spans, names=cluster.names(), offsets=ends.ahead, servers=outcome.served, mesh=mesh
+            spans, names=cluster.host_names(), offsets=ends.ahead, servers=outcome.served, mesh=mesh
         )
         timeline.write_trace(folder.trace, events, offsets=ends.ahead)
     # A run in the temporary folder is removed by the tool that started it, so its path is useless.
@@ -215,9 +219,9 @@ def _write_files(
 def describe_result(path: Path, totals: RunTotals) -> str:
     """Describe in one line where the run's folder is, its result, and how to learn more."""
     loss = "" if totals.final_loss is None else f", loss {totals.final_loss:.4g}"
-    duration = f"{totals.seconds:.1f} s" if totals.seconds < 60 else spoken(totals.seconds)
+    duration = f"{totals.seconds:.1f} s" if totals.seconds < 60 else format_duration(totals.seconds)
     return (
-        f"{path}: {counted(totals.steps, 'step')}{loss}, {duration}; "
+        f"{path}: {format_count(totals.steps, 'step')}{loss}, {duration}; "
         f"paceline report {shlex.quote(str(path))}"
     )
 
@@ -230,7 +234,7 @@ def _sum_by_axis(
     It has the mean seconds of a worker, and the bytes of all workers.
     """
     totals_by_axis = {}
-    for axis in (name for name, size in axes.mesh.axes if axes.cut and size > 1):
+    for axis in (name for name, size in axes.mesh.axes if axes.cut_axes and size > 1):
         rows = [worker.get(axis, (0.0, 0, 0)) for worker in along]
         seconds, within, between = (sum(column) / steps for column in zip(*rows, strict=True))
         totals_by_axis[axis] = {
@@ -251,7 +255,9 @@ def _combine_pipelines(
     bodies = axes.everyone.meet("pipelines", msgpack.packb(own_profiles))
     profiles_by_rank = [msgpack.unpackb(body, strict_map_key=False) for body in bodies]
     combined = []
-    for at, ranks in itertools.product(range(len(own_profiles)), axes.mesh.groups(["stage"])):
+    for at, ranks in itertools.product(
+        range(len(own_profiles)), axes.mesh.rank_groups_along(["stage"])
+    ):
         profiles = [profiles_by_rank[rank][at] for rank in ranks]
         combined.append(combine_workers(profiles, ranks, [ahead[rank] for rank in ranks]))
     return [profile for profile in combined if profile is not None]
@@ -282,5 +288,5 @@ def hash_parameters(models: Iterable[nn.Module]) -> str:
     for model in models:
         for name, parameter in model.named_parameters():
             digest.update(name.encode())
-            digest.update(raw(parameter.detach()).numpy().data)
+            digest.update(view_cpu_bytes(parameter.detach()).numpy().data)
     return digest.hexdigest()

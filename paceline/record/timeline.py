@@ -26,7 +26,7 @@ import msgpack
 
 from paceline.cluster.mesh import Mesh
 from paceline.record.folder import write_atomically
-from paceline.trace import Served, Span
+from paceline.trace import ServerWork, Span
 from paceline.unequal.stragglers.lateness import RankLateness
 
 # Only for types, so that reading a run's folder doesn't import torch.
@@ -162,7 +162,7 @@ def make_trace_events(
     *,
     names: Sequence[str] = (),
     offsets: Sequence[ClockOffset] = (),
-    servers: Sequence[Served] = (),
+    servers: Sequence[ServerWork] = (),
     mesh: Mesh | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Yield the events of all ranks and servers, in microseconds since the first span.
@@ -185,7 +185,7 @@ def make_trace_events(
         place, axis = (
             ("", "")
             if mesh is None
-            else (f" ({mesh.place(rank)})", "data" * (mesh.extent("data") > 1))
+            else (f" ({mesh.format_coordinates(rank)})", "data" * (mesh.axis_size("data") > 1))
         )
         yield from _make_process_events(rank, name + place, rank_spans, shift[rank] + origin, axis)
     for process_number, server in enumerate(servers, FIRST_SERVER):

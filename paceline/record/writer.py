@@ -15,15 +15,15 @@ from paceline.record.logged.values import RESERVED_FIELDS
 from paceline.record.outcome.members import RunMembers
 from paceline.record.status_line import FinishedStep, StatusDisplay
 from paceline.record.trackers.feed import TrackerFeed
-from paceline.trace import PARTS, SENT
+from paceline.trace import DESTINATIONS, STEP_PARTS
 from paceline.unequal.stragglers.lateness import (
     LatenessTotals,
     RankLateness,
-    lateness,
-    stacked,
-    worst,
+    compute_lateness,
+    find_latest_rank,
+    stack_records,
 )
-from paceline.unequal.stragglers.stragglers import WORK, unequal
+from paceline.unequal.stragglers.stragglers import WORK, measure_inequality
 
 # Fields that say nothing new when a step is taken again after a resume.
 REPEATED_FIELDS = {"step", "time", "bytes_sent", "ranks"}
@@ -79,7 +79,7 @@ class MetricsWriter:
         self._steps = self._samples = 0
         self._final_loss: float | None = None
         # Seconds of all steps, means over ranks.
-        self._part_seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self._part_seconds: dict[str, float] = dict.fromkeys(STEP_PARTS, 0.0)
         # Seconds of each rank by part, and its number of "steps".
         self._rank_counters: defaultdict[int, Counter[str]] = defaultdict(Counter)
         # By step: the fields of lines that an earlier start of the job has written.
@@ -166,7 +166,7 @@ class MetricsWriter:
         if step_lines := [line for line in lines if "seconds" in line]:
             means = {
                 part: sum(line["seconds"][part] for line in step_lines) / len(step_lines)
-                for part in PARTS
+                for part in STEP_PARTS
             }
             self.recent = {
                 "steps": len(step_lines),
@@ -205,12 +205,12 @@ class MetricsWriter:
         self.latest = None
         if len(ranks) < 2 or self.adds_samples:
             return
-        lateness_array = lateness(stacked([*complete_steps.values()], ranks))
-        self.lateness.add([*complete_steps], ranks, lateness_array)
+        lateness_array = compute_lateness(stack_records([*complete_steps.values()], ranks))
+        self.lateness.add_steps([*complete_steps], ranks, lateness_array)
         self.members.add_lateness(
             dict(zip(ranks, lateness_array.sum(axis=(0, 2)).tolist(), strict=True))
         )
-        worst_rank = worst(lateness_array, range(len(ranks)))
+        worst_rank = find_latest_rank(lateness_array, range(len(ranks)))
         # A step takes as long as it takes its slowest rank.
         step_seconds = [
             max(sum(record.seconds or ()) for record in records.values())
@@ -230,7 +230,7 @@ class MetricsWriter:
         # Workers have taken different numbers of steps: the one that trained longest sets the time.
         if self.adds_samples:
             step_seconds = max(
-                (sum(ranks[part] for part in PARTS) for ranks in self._rank_counters.values()),
+                (sum(ranks[part] for part in STEP_PARTS) for ranks in self._rank_counters.values()),
                 default=0.0,
             )
         return RunTotals(
@@ -244,11 +244,11 @@ class MetricsWriter:
                 for part, seconds_of_part in self._part_seconds.items()
             },
             rank_seconds=[
-                {part: ranks[part] / ranks["steps"] for part in PARTS}
+                {part: ranks[part] / ranks["steps"] for part in STEP_PARTS}
                 for _, ranks in sorted(self._rank_counters.items())
             ],
-            rank_work=unequal(self._work_seconds) if work else [],
-            rank_late=self.lateness.means(),
+            rank_work=measure_inequality(self._work_seconds) if work else [],
+            rank_late=self.lateness.mean_lateness(),
             members=self.members.to_fields(),
             logged=dict(self._last_values),
         )
@@ -303,7 +303,11 @@ class MetricsWriter:
             "seconds": {part: round(mean, 6) for part, mean in seconds.items()},
         }
         nbytes = [sum(column) for column in zip(*sent.values(), strict=True)]
-        return {**line, "bytes_sent": dict(zip(SENT, nbytes, strict=True))} if any(nbytes) else line
+        return (
+            {**line, "bytes_sent": dict(zip(DESTINATIONS, nbytes, strict=True))}
+            if any(nbytes)
+            else line
+        )
 
     def _compute_metrics(self, records: dict[int, LogRecord]) -> dict[str, float]:
         """Compute the value of each metric from the states of all ranks that have logged it."""
@@ -328,12 +332,12 @@ class MetricsWriter:
         )
         for rank, seconds in seconds_by_rank.items():
             self._rank_counters[rank].update({"steps": 1})
-            for part, value in zip(PARTS, seconds, strict=True):
+            for part, value in zip(STEP_PARTS, seconds, strict=True):
                 self._rank_counters[rank][part] += value  # type: ignore[assignment]
         columns = zip(*seconds_by_rank.values(), strict=True)
         means = {
             part: sum(column) / len(seconds_by_rank)
-            for part, column in zip(PARTS, columns, strict=True)
+            for part, column in zip(STEP_PARTS, columns, strict=True)
         }
         for part, value in means.items():
             self._part_seconds[part] += value
@@ -350,4 +354,4 @@ class MetricsWriter:
             return
         self._lines.append_lines([to_strict_json(line) for line in lines])
         if self.feed is not None:
-            self.feed.write_lines(lines, self.lateness.of)
+            self.feed.write_lines(lines, self.lateness.late_ranks_of)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import ReplicasDiffer, UsageError
-from paceline.formatting import unknown
+from paceline.formatting import describe_unknown_choice
 from paceline.replicas.contents import (
     CHANGED,
     SAME,
@@ -32,20 +32,20 @@ from paceline.replicas.contents import (
     PreparedObjects,
     ReplicaContents,
     ReplicaDigest,
-    plain,
+    parse_plain_value,
 )
-from paceline.replicas.majority import majority, nearest
-from paceline.state.checksum import flat
-from paceline.sync.abilities import Replicated
+from paceline.replicas.majority import find_majority, pick_nearest_source
+from paceline.state.checksum import view_bytes
+from paceline.sync.abilities import HasSyncPoints
 from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 
 Differing = Literal["stop", "heal"]
-USUAL: Final = 100  # steps between two comparisons, by default
+DEFAULT_INTERVAL: Final = 100  # steps between two comparisons, by default
 # Steps after which buffers are compared, because modules may have made them differ by then.
-EARLY: Final = (1, 10)
-SHOWN: Final = 3  # tensors that a message lists for each rank
-ALIGNED: Final = 16  # each tensor in a message begins at a multiple of this number of bytes
+BUFFER_CHECK_STEPS: Final = (1, 10)
+MAX_LISTED_TENSORS: Final = 3  # tensors that a message lists for each rank
+ALIGNMENT: Final = 16  # each tensor in a message begins at a multiple of this number of bytes
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ class Comparison:
         if every is not None and every != "auto" and (type(every) is not int or every < 1):
             raise UsageError(
                 f"compare={every!r} is not a number of steps; give 1 or more, None for never, or "
-                f"'auto' for {USUAL}"
+                f"'auto' for {DEFAULT_INTERVAL}"
             )
-        if problem := unknown("differing", self.differing, Differing):
+        if problem := describe_unknown_choice("differing", self.differing, Differing):
             raise UsageError(problem)
         if every is None and self.differing != "stop":
             raise UsageError(
@@ -76,7 +76,7 @@ class Comparison:
             )
 
     @property
-    def asked(self) -> bool:
+    def is_customised(self) -> bool:
         """Whether the script wants comparisons other than the default."""
         return self.every is not None and self != Comparison()
 
@@ -84,14 +84,14 @@ class Comparison:
         return f"compare={self.every!r}, differing={self.differing!r}"
 
 
-def has_sync_points(sync: Sync, replicated: Replicated | None) -> bool:
+def has_sync_points(sync: Sync, replicated: HasSyncPoints | None) -> bool:
     """Whether there are steps after which all replicas are equal."""
     return not sync.replicas_diverge if replicated is None else replicated.has_sync_points
 
 
-def check_comparison(comparison: Comparison, sync: Sync, replicated: Replicated | None) -> None:
+def check_comparison(comparison: Comparison, sync: Sync, replicated: HasSyncPoints | None) -> None:
     """Raise `UsageError` if replicas are to be compared but are never equal."""
-    if comparison.asked and not has_sync_points(sync, replicated):
+    if comparison.is_customised and not has_sync_points(sync, replicated):
         raise UsageError(
             f"start({comparison}) can't be honoured: with this strategy replicas differ all the "
             "time, by design; leave it out, or give "
@@ -111,13 +111,13 @@ class Difference(NamedTuple):
     """
 
     name: str
-    right: tuple[int, ...]
-    wrong: tuple[int, ...]
-    decided: bool
-    alike: bool
+    right_ranks: tuple[int, ...]
+    wrong_ranks: tuple[int, ...]
+    has_majority: bool
+    is_transferable: bool
 
 
-def differences(entries_by_rank: Sequence[Mapping[str, Entry]]) -> list[Difference]:
+def find_differences(entries_by_rank: Sequence[Mapping[str, Entry]]) -> list[Difference]:
     """Find the parts that differ between the `ReplicaDigest.entries` of all ranks."""
     result = []
     for name in dict.fromkeys(name for rank_entries in entries_by_rank for name in rank_entries):
@@ -129,23 +129,27 @@ def differences(entries_by_rank: Sequence[Mapping[str, Entry]]) -> list[Differen
             # Otherwise the script has changed it in a way that torch doesn't count, such as
             # `buffer.data`. Such buffers may differ.
             if wrong and CHANGED not in states and len(right) >= len(wrong):
-                result.append(Difference(name, right, wrong, decided=True, alike=True))
+                result.append(
+                    Difference(name, right, wrong, has_majority=True, is_transferable=True)
+                )
             continue
         votes = {rank: repr(entry) for rank, entry in enumerate(entries)}
-        _, others = majority(votes)
+        _, others = find_majority(votes)
         if others:
             right = tuple(rank for rank in votes if rank not in others)
             decided = Counter(votes.values()).most_common(2)[1][1] < len(right)
             kinds = {None if entry is None else entry[0] for entry in entries}
-            result.append(Difference(name, right, tuple(others), decided, alike=len(kinds) == 1))
+            result.append(
+                Difference(name, right, tuple(others), decided, is_transferable=len(kinds) == 1)
+            )
     return result
 
 
-def suspicious(summaries: Sequence[bytes]) -> bool:
+def have_differences(summaries: Sequence[bytes]) -> bool:
     """Whether the `ReplicaDigest.pack_summary` of all ranks differ."""
     digests, buffers = zip(*(msgpack.unpackb(summary) for summary in summaries), strict=True)
     return len(set(digests)) > 1 or bool(
-        differences(
+        find_differences(
             [{name: ["buffer", state] for name, state in states.items()} for states in buffers]
         )
     )
@@ -154,7 +158,7 @@ def suspicious(summaries: Sequence[bytes]) -> bool:
 class ComparisonVerdict(NamedTuple):
     """The differences, which are equal on all workers, and the right values for this worker."""
 
-    found: list[Difference]
+    differences: list[Difference]
     text: str
     kinds: str  # the hardware of the workers, if it differs
     values: dict[str, Any]
@@ -179,45 +183,45 @@ class ReplicaComparer:
         context: SyncContext,
         prepared: PreparedObjects,
         sync: Sync,
-        replicated: Replicated | None,
+        replicated: HasSyncPoints | None,
         *,
         event: Callable[[str], None],
         conclude: Callable[[], None],
     ) -> None:
         are_comparable = has_sync_points(sync, replicated)
-        every = USUAL if comparison.every == "auto" else comparison.every
-        self._comparison, self._every = comparison, every if are_comparable else None
-        self._context, self._mirrored, self._replicated = (
+        every = DEFAULT_INTERVAL if comparison.every == "auto" else comparison.every
+        self._comparison, self._interval = comparison, every if are_comparable else None
+        self._context, self._contents, self._replicated = (
             context,
             ReplicaContents(prepared, apart=sync.replicas_diverge),
             replicated,
         )
-        self._event, self._conclude = event, conclude
-        self._done: int | None = None  # number of comparisons made
+        self._record_event, self._write_summary = event, conclude
+        self._comparisons_made: int | None = None  # number of comparisons made
         # Steps before training began. With "auto" there is a comparison one step later, too.
-        self._start = 0
-        self._said = False  # whether users had the warning about buffers
+        self._first_step = 0
+        self._has_warned = False  # whether users had the warning about buffers
 
-    def begin(self, steps: int) -> None:
+    def begin_training(self, steps: int) -> None:
         """Begin training, or continue it, after this number of steps."""
-        if self._every is not None:
-            self._mirrored.begin()
-            if self._done is None:
-                self._start = steps
-                self._done = self._due(steps)
+        if self._interval is not None:
+            self._contents.remember_buffers()
+            if self._comparisons_made is None:
+                self._first_step = steps
+                self._comparisons_made = self._count_due(steps)
 
-    def _due(self, steps: int) -> int:
+    def _count_due(self, steps: int) -> int:
         """Number of comparisons that are due after this number of steps."""
-        early = self._comparison.every == "auto" and steps > self._start
-        return early + (0 if self._every is None else steps // self._every)
+        early = self._comparison.every == "auto" and steps > self._first_step
+        return early + (0 if self._interval is None else steps // self._interval)
 
-    def facts(self) -> list[Any]:
+    def collect_facts(self) -> list[Any]:
         """Collect the facts that a joining worker needs."""
-        return [self._every, self._done, self._start]
+        return [self._interval, self._comparisons_made, self._first_step]
 
-    def learn(self, facts: list[Any]) -> None:
+    def adopt_facts(self, facts: list[Any]) -> None:
         """Adopt the facts of the other workers."""
-        self._every, self._done, self._start = facts
+        self._interval, self._comparisons_made, self._first_step = facts
 
     def step_ended(self, steps: int, *_: Any) -> None:
         """Compare replicas after step `steps`, if that is due and they should be equal. Collective.
@@ -225,105 +229,105 @@ class ReplicaComparer:
         Raises `ReplicasDiffer`, on all workers, if they differ and aren't healed.
         """
         if (
-            self._every is not None
-            and steps in EARLY
-            and self._mirrored.watches
+            self._interval is not None
+            and steps in BUFFER_CHECK_STEPS
+            and self._contents.has_own_buffers
             and self._context.group.size > 1
         ):
-            self._see_buffers()
-        if self._every is None or self._due(steps) == self._done:
+            self._warn_of_own_buffers()
+        if self._interval is None or self._count_due(steps) == self._comparisons_made:
             return
         strategy_state = {} if self._replicated is None else self._replicated.replicated_state()
         if strategy_state is not None:
-            self._done = self._due(steps)
+            self._comparisons_made = self._count_due(steps)
             if self._context.group.size > 1:
-                self._compare(steps, strategy_state)
+                self._compare_replicas(steps, strategy_state)
 
-    def _see_buffers(self) -> None:
+    def _warn_of_own_buffers(self) -> None:
         """Warn once of buffers that differ because each worker makes them from its own samples.
 
         Collective.
         """
         bodies = self._context.agreement.meet(
-            "buffers of each worker", msgpack.packb(self._mirrored.own())
+            "buffers of each worker", msgpack.packb(self._contents.checksum_own_buffers())
         )
         first, *others = map(msgpack.unpackb, bodies)
         names = [name for name in first if any(other.get(name) != first[name] for other in others)]
-        if not names or self._said:
+        if not names or self._has_warned:
             return
-        self._said = True
-        frozen = [name for name in names if name in self._mirrored.frozen]
+        self._has_warned = True
+        frozen = [name for name in names if name in self._contents.frozen_parameters]
         if frozen:
             self._context.announce(
-                f"the frozen parameter {_counted(frozen)} differs between workers: "
+                f"the frozen parameter {_shorten_names(frozen)} differs between workers: "
                 "the script changes it, and with this strategy replicas "
                 "differ between exchanges. Each worker goes on with its own, and checkpoints have "
                 "the first one's; run.mean gives the mean"
             )
         if buffers := [name for name in names if name not in frozen]:
             self._context.announce(
-                f"the buffer {_counted(buffers)} differs between workers: "
+                f"the buffer {_shorten_names(buffers)} differs between workers: "
                 "its module makes it of the samples that it sees, which are one "
                 "worker's share. Each worker goes on with its own, in evaluation too, and "
                 "checkpoints have the first one's; have the "
                 "module use run.gather(x) or run.mean(x), if it should be made of all samples"
             )
 
-    def _compare(self, steps: int, strategy_state: Mapping[str, Tensor]) -> None:
+    def _compare_replicas(self, steps: int, strategy_state: Mapping[str, Tensor]) -> None:
         """Compare replicas, and heal them or stop if they differ. Collective."""
         # First only digests are compared, which are small. Details follow if they differ.
         agreement = self._context.agreement
-        digest = self._mirrored.look(strategy_state)
-        if not suspicious(agreement.meet("comparing replicas", digest.head())):
+        digest = self._contents.make_digest(strategy_state)
+        if not have_differences(agreement.meet("comparing replicas", digest.pack_summary())):
             return
-        verdict = agreement.repeat_until_settled(lambda: self._judge(digest))
-        if not verdict.found:
+        verdict = agreement.repeat_until_settled(lambda: self._find_verdict(digest))
+        if not verdict.differences:
             return  # the worker that differed has died since
         text = f"replicas differ after step {steps}: {verdict.text}"
         # Different hardware rounds differently. With the default settings this is no error.
-        if verdict.kinds and not self._comparison.asked:
-            self._say(
+        if verdict.kinds and not self._comparison.is_customised:
+            self._announce_event(
                 f"{text}. They compute differently ({verdict.kinds}), which is a reason for that: "
                 "replicas are not compared any more. "
-                f"start(compare={USUAL}) compares them whatever computes them"
+                f"start(compare={DEFAULT_INTERVAL}) compares them whatever computes them"
             )
-            self._every = None
+            self._interval = None
         elif self._comparison.differing == "heal" and all(
-            difference.alike for difference in verdict.found
+            difference.is_transferable for difference in verdict.differences
         ):
-            self._heal(text, verdict, digest, strategy_state)
+            self._heal_replicas(text, verdict, digest, strategy_state)
         else:
-            self._stop(text, verdict)
+            self._stop_run(text, verdict)
 
-    def _judge(self, look: ReplicaDigest) -> ComparisonVerdict:
+    def _find_verdict(self, look: ReplicaDigest) -> ComparisonVerdict:
         """Find all differences, and receive the right values for this worker. Collective.
 
         Nothing is changed here, so the call can be repeated if a worker is lost in it.
         """
         host = self._context.agreement.host
         own_report = msgpack.packb(
-            [look.entries, host, _kind(next(iter(look.parts.values())).value)]
+            [look.entries, host, _describe_hardware(next(iter(look.parts.values())).value)]
         )
         bodies = [
             msgpack.unpackb(body)
             for body in self._context.agreement.meet("replicas that differ", own_report)
         ]
         entries_by_rank, hosts, kinds = ([body[index] for body in bodies] for index in range(3))
-        different = differences(entries_by_rank)
+        different = find_differences(entries_by_rank)
         values: dict[str, Any] = {}
         if self._comparison.differing == "heal" and all(
-            difference.alike for difference in different
+            difference.is_transferable for difference in different
         ):
             right_entries = {
-                difference.name: entries_by_rank[difference.right[0]][difference.name]
+                difference.name: entries_by_rank[difference.right_ranks[0]][difference.name]
                 for difference in different
             }
             values = {
-                name: plain(entry[1])
+                name: parse_plain_value(entry[1])
                 for name, entry in right_entries.items()
                 if entry[0] == "plain"
             }
-            values |= self._hand_over(
+            values |= self._exchange_values(
                 [
                     difference
                     for difference in different
@@ -331,9 +335,16 @@ class ReplicaComparer:
                 ],
                 look,
             )
-        return ComparisonVerdict(different, _described(different, hosts), _mixed(kinds), values)
+        return ComparisonVerdict(
+            different,
+            _describe_differences(different, hosts),
+            _describe_mixed_hardware(kinds),
+            values,
+        )
 
-    def _hand_over(self, different: Sequence[Difference], look: ReplicaDigest) -> dict[str, Tensor]:
+    def _exchange_values(
+        self, different: Sequence[Difference], look: ReplicaDigest
+    ) -> dict[str, Tensor]:
         """Receive the right values of tensors in which this worker differs. Collective.
 
         All workers know all differences, so each computes all transfers by itself.
@@ -341,14 +352,14 @@ class ReplicaComparer:
         group, hosts = self._context.group, self._context.hosts
         transfers: dict[tuple[int, int], list[str]] = {}
         for difference in different:
-            for rank in difference.wrong:
-                transfers.setdefault((nearest(rank, difference.right, hosts), rank), []).append(
-                    difference.name
-                )
+            for rank in difference.wrong_ranks:
+                transfers.setdefault(
+                    (pick_nearest_source(rank, difference.right_ranks, hosts), rank), []
+                ).append(difference.name)
         values = {name: part.value for name, part in look.parts.items()}
         device = next(iter(values.values())).device
         sends = [
-            (target, _bundle([values[name] for name in names], device))
+            (target, _pack_tensors([values[name] for name in names], device))
             for (source, target), names in transfers.items()
             if source == group.rank
         ]
@@ -356,7 +367,7 @@ class ReplicaComparer:
             source: names for (source, target), names in transfers.items() if target == group.rank
         }
         sizes = {
-            source: sum(_padded_bytes(values[name]) for name in names)
+            source: sum(_padded_nbytes(values[name]) for name in names)
             for source, names in receives.items()
         }
         buffers = {
@@ -367,33 +378,35 @@ class ReplicaComparer:
         received: dict[str, Tensor] = {}
         for source, names in receives.items():
             received |= zip(
-                names, _unbundled(buffers[source], [values[name] for name in names]), strict=True
+                names,
+                _unpack_tensors(buffers[source], [values[name] for name in names]),
+                strict=True,
             )
         return received
 
-    def _heal(
+    def _heal_replicas(
         self, text: str, verdict: ComparisonVerdict, look: ReplicaDigest, more: Mapping[str, Tensor]
     ) -> None:
         """Set the right values, and stop if replicas still differ. Collective."""
         for name, value in verdict.values.items():
-            look.parts[name].become(value)
-        if suspicious(
+            look.parts[name].set_value(value)
+        if have_differences(
             self._context.agreement.meet(
-                "comparing what was healed", self._mirrored.look(more).head()
+                "comparing what was healed", self._contents.make_digest(more).pack_summary()
             )
         ):
-            self._stop(f"{text}; they still do after taking over what others have", verdict)
+            self._stop_run(f"{text}; they still do after taking over what others have", verdict)
         source_text = (
             "what most workers have"
-            if all(difference.decided for difference in verdict.found)
+            if all(difference.has_majority for difference in verdict.differences)
             else "what the first of them has"
         )
-        self._say(f"{text}; healed by {source_text}")
+        self._announce_event(f"{text}; healed by {source_text}")
 
-    def _stop(self, text: str, verdict: ComparisonVerdict) -> None:
+    def _stop_run(self, text: str, verdict: ComparisonVerdict) -> None:
         """Write the summary and raise `ReplicasDiffer`, on all workers."""
-        self._event(text)
-        self._conclude()
+        self._record_event(text)
+        self._write_summary()
         cause = (
             f"These workers compute differently ({verdict.kinds}), which may be the only reason; "
             "give them the same number of threads "
@@ -407,39 +420,45 @@ class ReplicaComparer:
             f"{text}. {cause}. start(differing='heal') goes on instead, with what most workers have"
         )
 
-    def _say(self, text: str) -> None:
-        self._event(text)
+    def _announce_event(self, text: str) -> None:
+        self._record_event(text)
         self._context.announce(text)
 
 
-def _counted(names: Sequence[str]) -> str:
+def _shorten_names(names: Sequence[str]) -> str:
     """Shorten a list of names to the first one and the number of the others."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
-def _described(different: Sequence[Difference], hosts: Sequence[str]) -> str:
+def _describe_differences(different: Sequence[Difference], hosts: Sequence[str]) -> str:
     """Describe all differences in one line, by rank."""
     by_rank: dict[int, list[str]] = {}
     for difference in different:
-        for rank in difference.wrong:
+        for rank in difference.wrong_ranks:
             by_rank.setdefault(rank, []).append(difference.name)
     texts = []
     for rank, names in sorted(by_rank.items()):
-        more = f", and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        texts.append(f"rank {rank} on {hosts[rank]} in {', '.join(names[:SHOWN])}{more}")
-    undecided = next((d for d in different if not d.decided), None)
+        more = (
+            f", and {len(names) - MAX_LISTED_TENSORS} more"
+            if len(names) > MAX_LISTED_TENSORS
+            else ""
+        )
+        texts.append(
+            f"rank {rank} on {hosts[rank]} in {', '.join(names[:MAX_LISTED_TENSORS])}{more}"
+        )
+    undecided = next((d for d in different if not d.has_majority), None)
     unclear = (
         ""
         if undecided is None
         else (
-            f" (from rank {undecided.right[0]} on {hosts[undecided.right[0]]}: "
+            f" (from rank {undecided.right_ranks[0]} on {hosts[undecided.right_ranks[0]]}: "
             "no majority tells which of them is right)"
         )
     )
     return "; ".join(texts) + unclear
 
 
-def _kind(tensor: Any) -> str:
+def _describe_hardware(tensor: Any) -> str:
     """Describe the hardware and settings that decide on the last bits of a worker's results."""
     if isinstance(tensor, Tensor) and tensor.is_cuda:
         return torch.cuda.get_device_name(tensor.device)
@@ -449,7 +468,7 @@ def _kind(tensor: Any) -> str:
     )
 
 
-def _mixed(kinds: Sequence[str]) -> str:
+def _describe_mixed_hardware(kinds: Sequence[str]) -> str:
     """Describe the hardware of the workers; empty if all have the same."""
     by_kind: dict[str, list[str]] = {}
     for rank, kind in enumerate(kinds):
@@ -461,25 +480,25 @@ def _mixed(kinds: Sequence[str]) -> str:
     return "; ".join(sides) if len(by_kind) > 1 else ""
 
 
-def _padded_bytes(tensor: Tensor) -> int:
+def _padded_nbytes(tensor: Tensor) -> int:
     """Bytes of a tensor in a message, rounded up to the alignment."""
-    return -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
+    return -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
 
 
-def _bundle(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+def _pack_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Pack the bytes of the tensors into one message, one after the other."""
-    message = torch.zeros(sum(map(_padded_bytes, tensors)), dtype=torch.uint8, device=device)
+    message = torch.zeros(sum(map(_padded_nbytes, tensors)), dtype=torch.uint8, device=device)
     for tensor, part in zip(
-        tensors, message.split([_padded_bytes(tensor) for tensor in tensors]), strict=True
+        tensors, message.split([_padded_nbytes(tensor) for tensor in tensors]), strict=True
     ):
-        data = flat(tensor)
+        data = view_bytes(tensor)
         part[: data.numel()].copy_(data)
     return message
 
 
-def _unbundled(message: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
+def _unpack_tensors(message: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
     """Unpack a message of `_pack_tensors` into tensors with these shapes and dtypes."""
-    message_parts = message.split([_padded_bytes(tensor) for tensor in templates])
+    message_parts = message.split([_padded_nbytes(tensor) for tensor in templates])
     sizes = [tensor.numel() * tensor.element_size() for tensor in templates]
     return [
         part[:size].view(template.dtype).view(template.shape)

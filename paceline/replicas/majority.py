@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 
-def nearest(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:
+def pick_nearest_source(rank: int, sources: Sequence[int], hosts: Sequence[int]) -> int:
     """Pick a source for `rank`, on its own host if possible. Ranks are spread over the sources."""
     candidates = [source for source in sources if hosts[source] == hosts[rank]] or sources
     return candidates[rank % len(candidates)]
 
 
-def majority(hashes: Mapping[int, str]) -> tuple[str, list[int]]:
+def find_majority(hashes: Mapping[int, str]) -> tuple[str, list[int]]:
     """Find the hash that most ranks have, and the ranks with another hash.
 
     In a tie, the hash of the lowest rank counts.

@@ -26,15 +26,15 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
 
-FIRST: Final = 2  # the first steps are always checked
-OFTEN: Final = 256  # one in this number of steps is checked if no loader counts them
-NEAR: Final = 1e-3  # relative difference that rounding may cause between replicas
+FIRST_STEPS: Final = 2  # the first steps are always checked
+CALLS_BETWEEN_CHECKS: Final = 256  # one in this number of steps is checked if no loader counts them
+RELATIVE_TOLERANCE: Final = 1e-3  # relative difference that rounding may cause between replicas
 
 
 class NextMeeting(Protocol):
-    """Schedule of meetings of all workers. After the step `next_step` they meet anyway."""
+    """Schedule of meetings of all workers. After the step `next_server` they meet anyway."""
 
-    next_step: int
+    next_server: int
 
 
 class ManualGradients:
@@ -49,15 +49,15 @@ class ManualGradients:
     def __init__(
         self, loop: TrainingLoop, meetings: NextMeeting, twin: Callable[[int], int]
     ) -> None:
-        self._loop, self.meetings, self._twin = loop, meetings, twin
-        self._calls = 0  # number of optimizer steps outside of loops over a loader
+        self._loop, self.meetings, self._find_twin = loop, meetings, twin
+        self._call_count = 0  # number of optimizer steps outside of loops over a loader
 
-    def look(self, optimizer: Optimizer) -> None:
+    def check_gradients(self, optimizer: Optimizer) -> None:
         """Raise `UsageError`, on all workers, if gradients that a script set differ.
 
         Collective if a check is due.
         """
-        if not self._due():
+        if not self._is_due():
             return
         backward, meet = self._loop.backward, self._loop.context.agreement.meet
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -72,17 +72,18 @@ class ManualGradients:
             return
         # Replicas of one part must have equal gradients. Different parts of a cut model may differ.
         parameters = backward.watched.parameters
-        figures = [_figures(parameters[slot].parameter.grad) for slot in slots]
+        figures = [_measure_gradient(parameters[slot].parameter.grad) for slot in slots]
         measurements = [
             msgpack.unpackb(body)
             for body in meet("gradients set by the script", msgpack.packb(figures))
         ]
         for (slot, *values), ranks in itertools.product(
-            zip(slots, *measurements, strict=True), self._replicas(len(measurements))
+            zip(slots, *measurements, strict=True), self._group_replicas(len(measurements))
         ):
-            if any(not _near(values[ranks[0]], values[rank]) for rank in ranks):
+            if any(not _is_near(values[ranks[0]], values[rank]) for rank in ranks):
                 sides = "; ".join(
-                    f"rank {self._loop.context.group.global_rank(rank)}: {_worded(values[rank])}"
+                    f"rank {self._loop.context.group.global_rank(rank)}: "
+                    f"{_describe_gradient(values[rank])}"
                     for rank in ranks
                 )
                 raise UsageError(
@@ -92,22 +93,24 @@ class ManualGradients:
                     "run.mean(g) on every worker"
                 )
 
-    def _replicas(self, size: int) -> Iterable[list[int]]:
+    def _group_replicas(self, size: int) -> Iterable[list[int]]:
         """Group the ranks by the part of the model that they have."""
         ranks_by_twin = defaultdict[int, list[int]](list)
         for rank in range(size):
-            ranks_by_twin[self._twin(self._loop.context.group.global_rank(rank))].append(rank)
+            ranks_by_twin[self._find_twin(self._loop.context.group.global_rank(rank))].append(rank)
         return ranks_by_twin.values()
 
-    def _due(self) -> bool:
+    def _is_due(self) -> bool:
         loop = self._loop
-        if loop.led is not None:
-            return loop.steps < FIRST or loop.steps + 1 >= self.meetings.next_step
-        self._calls += 1
-        return not loop.transaction.recovers and (self._calls <= FIRST or self._calls % OFTEN == 0)
+        if loop.leading_turn is not None:
+            return loop.steps_made < FIRST_STEPS or loop.steps_made + 1 >= self.meetings.next_server
+        self._call_count += 1
+        return not loop.transaction.recovers and (
+            self._call_count <= FIRST_STEPS or self._call_count % CALLS_BETWEEN_CHECKS == 0
+        )
 
 
-def _figures(grad: Tensor | None) -> list[float] | None:
+def _measure_gradient(grad: Tensor | None) -> list[float] | None:
     """Measure a gradient: its norm, its sum, and the tolerance of the sum."""
     if grad is None:
         return None
@@ -119,20 +122,20 @@ def _figures(grad: Tensor | None) -> list[float] | None:
     return [
         norm,
         float(values.sum(dtype=torch.float64)),
-        NEAR * norm * math.sqrt(max(values.numel(), 1)),
+        RELATIVE_TOLERANCE * norm * math.sqrt(max(values.numel(), 1)),
     ]
 
 
-def _near(first: Any, second: Any) -> bool:
+def _is_near(first: Any, second: Any) -> bool:
     if first is None or second is None:
         return first is second
     if not all(map(math.isfinite, (*first, *second))):
         return repr(first) == repr(second)
     return bool(
-        abs(first[0] - second[0]) <= NEAR * max(first[0], second[0])
+        abs(first[0] - second[0]) <= RELATIVE_TOLERANCE * max(first[0], second[0])
         and abs(first[1] - second[1]) <= max(first[2], second[2])
     )
 
 
-def _worded(value: Any) -> str:
+def _describe_gradient(value: Any) -> str:
     return "None" if value is None else f"norm {value[0]:.6g}"

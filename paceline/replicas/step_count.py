@@ -11,7 +11,7 @@ from typing import Protocol
 class TrainingPosition(Protocol):
     """A loop that counts the steps of training that are over."""
 
-    steps: int
+    steps_made: int
 
 
 class StepCount:
@@ -26,31 +26,50 @@ class StepCount:
 
     def __init__(self, loop: TrainingPosition, *, waits: bool = False) -> None:
         self._loop = loop
-        self.at = 0  # the present step of training
-        self.now = self._before = 0  # steps of optimizers in it, and in the one before
-        self._sure = 0  # the first step of training that this worker has counted from its beginning
-        self.waits = waits
+        self.training_step = 0  # the present step of training
+        self.optimizer_steps = self._optimizer_steps_before = (
+            0  # steps of optimizers in it, and in the one before
+        )
+        self._first_sure_step = (
+            0  # the first step of training that this worker has counted from its beginning
+        )
+        self.is_waiting = waits
 
-    def add(self) -> None:
+    def add_step(self) -> None:
         """Count a step of an optimizer."""
-        steps = self._loop.steps
-        if steps != self.at:
-            self._before, self.at, self.now = self.now if steps == self.at + 1 else 0, steps, 0
-        self.now += 1
+        steps = self._loop.steps_made
+        if steps != self.training_step:
+            self._optimizer_steps_before, self.training_step, self.optimizer_steps = (
+                self.optimizer_steps if steps == self.training_step + 1 else 0,
+                steps,
+                0,
+            )
+        self.optimizer_steps += 1
 
-    def doubt(self) -> None:
+    def skip_comparisons(self) -> None:
         """Leave this step and the next out of comparisons, as the workers have changed."""
-        self._sure = self._loop.steps + 2
+        self._first_sure_step = self._loop.steps_made + 2
 
-    def enter(self) -> None:
+    def enter_job(self) -> None:
         """Begin on a worker that was let into a running job."""
-        self.waits = False
-        self.doubt()
+        self.is_waiting = False
+        self.skip_comparisons()
 
-    def told(self) -> list[int | None]:
+    def get_counts(self) -> list[int | None]:
         """The step of training, and the counts of the one before and of itself; None if unknown."""
-        steps = self._loop.steps
-        if steps != self.at:
-            self._before, self.at, self.now = self.now if steps == self.at + 1 else 0, steps, 0
-        at, sure = self.at, self.at + 2 if self.waits else self._sure
-        return [at, self._before if at > sure else None, self.now if at >= sure else None]
+        steps = self._loop.steps_made
+        if steps != self.training_step:
+            self._optimizer_steps_before, self.training_step, self.optimizer_steps = (
+                self.optimizer_steps if steps == self.training_step + 1 else 0,
+                steps,
+                0,
+            )
+        at, sure = (
+            self.training_step,
+            self.training_step + 2 if self.is_waiting else self._first_sure_step,
+        )
+        return [
+            at,
+            self._optimizer_steps_before if at > sure else None,
+            self.optimizer_steps if at >= sure else None,
+        ]

@@ -30,13 +30,13 @@ from torch.optim import Optimizer
 from paceline.errors import UsageError
 from paceline.servers.process import row_optimizers
 from paceline.servers.process.table import TableSpec
-from paceline.servers.tables.client import TableClient, TableGradient, TableServers, merged
+from paceline.servers.tables.client import TableClient, TableGradient, TableServers, merge_gradients
 from paceline.servers.tables.embedding import SparseEmbedding
-from paceline.servers.tables.steps import LockstepRowSteps, PerWorkerRowSteps
+from paceline.servers.tables.row_steps import LockstepRowSteps, PerWorkerRowSteps
 from paceline.servers.worker.replication import ServerReplication
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
-from paceline.trace import Served
+from paceline.trace import ServerWork
 
 
 class TableView:
@@ -46,13 +46,13 @@ class TableView:
         self._lookup, self._backward, self._frozen = lookup, backward, frozen
 
     def pull(self, ids: Tensor, *, train: bool) -> Tensor:
-        with _exchanging(self._backward, "rows"):
+        with _count_as_exchange(self._backward, "rows"):
             return self._lookup.pull(ids, train=train)
 
     def prefetch(self, ids: Tensor) -> None:
         self._lookup.prefetch(ids)
 
-    def weigh(self) -> float:
+    def report_backward(self) -> float:
         if self._frozen:
             raise UsageError(
                 f"the sparse table {self._lookup.name} was frozen when it was prepared, and "
@@ -75,12 +75,12 @@ class RunTable:
     def settings(self) -> dict[str, Any]:
         """Settings of the table's parameter group as they are now."""
         assert self.optimizer is not None
-        return row_optimizers.settings(self.name, self.optimizer, self.group)
+        return row_optimizers.read_row_settings(self.name, self.optimizer, self.group)
 
-    def gradient(self) -> TableGradient:
+    def take_gradient(self) -> TableGradient:
         """Return this worker's gradient for the next step."""
         found, spec = self.module.gradient(), self.lookup.spec
-        whole = merged(found or [], spec.dim, spec.kind)
+        whole = merge_gradients(found or [], spec.dim, spec.torch_dtype)
         if found:
             found[:] = [whole]  # more may be added to it before zero_grad
         return TableGradient(*whole, found is not None)
@@ -91,20 +91,22 @@ class RunTables:
 
     def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
         self._context, self._backward = context, backward
-        self._library: TableServers | None = None
-        self.lasting: LockstepRowSteps | None = None  # where losses are survived
-        self._free: PerWorkerRowSteps | None = None  # where workers are not in lockstep
-        self.kept: list[RunTable] = []
+        self._servers: TableServers | None = None
+        self.recoverable_steps: LockstepRowSteps | None = None  # where losses are survived
+        self._unlocked_steps: PerWorkerRowSteps | None = None  # where workers are not in lockstep
+        self.tables: list[RunTable] = []
         # the gradients that the turn under way began with
-        self._begun: list[tuple[SparseEmbedding, Any]] = []
+        self._turn_start_gradients: list[tuple[SparseEmbedding, Any]] = []
 
-    def find(self, models: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, SparseEmbedding]]:
+    def find_new_tables(
+        self, models: Sequence[tuple[str, nn.Module]]
+    ) -> list[tuple[str, SparseEmbedding]]:
         """Return the tables in these models that are not open yet, once each."""
         found: dict[int, tuple[str, SparseEmbedding]] = {}
         for prefix, model in models:
             for name, module in model.named_modules():
                 if isinstance(module, SparseEmbedding) and all(
-                    kept.module is not module for kept in self.kept
+                    kept.module is not module for kept in self.tables
                 ):
                     found.setdefault(
                         id(module),
@@ -112,7 +114,7 @@ class RunTables:
                     )
         return list(found.values())
 
-    def open(
+    def open_on_servers(
         self,
         found: Sequence[tuple[str, SparseEmbedding]],
         optimizers: Sequence[Optimizer],
@@ -124,18 +126,21 @@ class RunTables:
 
         `free`: steps the tables where workers are not in lockstep.
         """
-        servers, replicas = _one("servers", found), _one("replicas", found)
-        owned = [_owner(name, module.weight, optimizers) for name, module in found]
+        servers, replicas = (
+            _get_shared_option("servers", found),
+            _get_shared_option("replicas", found),
+        )
+        owned = [_find_owner(name, module.weight, optimizers) for name, module in found]
         rules = [
-            row_optimizers.described(name, *owner) if owner else None
+            row_optimizers.describe_row_optimizer(name, *owner) if owner else None
             for (name, _), owner in zip(found, owned, strict=True)
         ]
         for (name, module), owner in zip(found, owned, strict=True):
-            _check(name, module, frozen=owner is None)
-        if found and self._library is None:
-            self._begin(servers, replicas)
-        elif self._library is not None and not self._library.waiting:
-            here = {"servers": self._library.shards, "replicas": self._library.replicas}
+            _check_table(name, module, frozen=owner is None)
+        if found and self._servers is None:
+            self._start_servers(servers, replicas)
+        elif self._servers is not None and not self._servers.is_waiting:
+            here = {"servers": self._servers.shard_count, "replicas": self._servers.replicas}
             for option, wanted in (("servers", servers), ("replicas", replicas)):
                 if wanted is not None and wanted != here[option]:
                     raise UsageError(
@@ -143,39 +148,39 @@ class RunTables:
                         f"{option}={wanted} asks for others"
                     )
         for (name, module), owner, how in zip(found, owned, rules, strict=True):
-            assert self._library is not None
+            assert self._servers is not None
             rule, settings = how or ("SGD", {"lr": 0.0})
             dtype = str(module.weight.dtype).removeprefix("torch.")
-            lookup = self._library.open(
+            lookup = self._servers.open_table(
                 name,
                 TableSpec(module.rows, module.dim, dtype, int(module.seed), module.std, rule),
                 settings,
             )
             module.source = TableView(lookup, self._backward, frozen=owner is None)
-            self.kept.append(RunTable(name, module, lookup, *(owner or (None, 0))))
+            self.tables.append(RunTable(name, module, lookup, *(owner or (None, 0))))
         if found and free is not None:
-            assert self._library is not None
-            self._free = free
-            free.open(self._library, self._mine, optimizers)
+            assert self._servers is not None
+            self._unlocked_steps = free
+            free.open_tables(self._servers, self._get_stepped_tables, optimizers)
 
-    def _begin(self, servers: int | None, replicas: int | None) -> None:
-        self._library = TableServers(self._context, servers, replicas or 1)
-        if self._library.endpoints.pool is not None:
-            self.lasting = LockstepRowSteps(self._library, self._library.endpoints.pool)
+    def _start_servers(self, servers: int | None, replicas: int | None) -> None:
+        self._servers = TableServers(self._context, servers, replicas or 1)
+        if self._servers.endpoints.pool is not None:
+            self.recoverable_steps = LockstepRowSteps(self._servers, self._servers.endpoints.pool)
 
-    def handles(self) -> set[int]:
+    def get_handle_ids(self) -> set[int]:
         """Return the ids of the parameters that stand for tables."""
-        return {id(kept.module.weight) for kept in self.kept}
+        return {id(kept.module.weight) for kept in self.tables}
 
-    def has(self, optimizer: Any) -> bool:
+    def steps_tables(self, optimizer: Any) -> bool:
         """Whether this optimizer steps any table."""
-        return any(kept.optimizer is optimizer for kept in self.kept)
+        return any(kept.optimizer is optimizer for kept in self.tables)
 
-    def _mine(self, optimizer: Any) -> list[RunTable]:
+    def _get_stepped_tables(self, optimizer: Any) -> list[RunTable]:
         """Return the tables that this optimizer steps."""
-        return [kept for kept in self.kept if kept.optimizer is optimizer]
+        return [kept for kept in self.tables if kept.optimizer is optimizer]
 
-    def give(self, optimizer: Any) -> None:
+    def push_gradients(self, optimizer: Any) -> None:
         """Send the servers what they need for the next step of the optimizer's tables, without
         waiting.
 
@@ -183,25 +188,29 @@ class RunTables:
         makes the step; or it raises `CallDiscarded`. Where workers are not in lockstep, everything
         else of the step is sent with it.
         """
-        mine = self._mine(optimizer)
-        if mine and self._free is not None:
-            self._free.offer(optimizer)
-        elif mine and self._library is not None:
-            with _exchanging(self._backward, "gradients of rows"):
-                found = [(kept.lookup, kept.gradient(), kept.settings) for kept in mine]
-                self._library.give(found) if self.lasting is None else self.lasting.settle(found)
+        mine = self._get_stepped_tables(optimizer)
+        if mine and self._unlocked_steps is not None:
+            self._unlocked_steps.offer_gradients(optimizer)
+        elif mine and self._servers is not None:
+            with _count_as_exchange(self._backward, "gradients of rows"):
+                found = [(kept.lookup, kept.take_gradient(), kept.settings) for kept in mine]
+                self._servers.push_gradients(
+                    found
+                ) if self.recoverable_steps is None else self.recoverable_steps.settle_gradients(
+                    found
+                )
 
-    def make(self, optimizer: Any) -> None:
+    def make_steps(self, optimizer: Any) -> None:
         """Make the step of the optimizer's tables, which all workers have sent gradients for."""
-        mine = [kept.lookup for kept in self._mine(optimizer)]
-        if mine and self.lasting is not None:
-            with _exchanging(self._backward, "steps of rows"):
-                self.lasting.make(mine)
+        mine = [kept.lookup for kept in self._get_stepped_tables(optimizer)]
+        if mine and self.recoverable_steps is not None:
+            with _count_as_exchange(self._backward, "steps of rows"):
+                self.recoverable_steps.make_steps(mine)
 
     @contextlib.contextmanager
-    def hidden(self, optimizer: Any) -> Iterator[None]:
+    def hide_gradients(self, optimizer: Any) -> Iterator[None]:
         """Hide the gradients of tables from the optimizer's own step."""
-        mine = [kept.module.weight for kept in self._mine(optimizer)]
+        mine = [kept.module.weight for kept in self._get_stepped_tables(optimizer)]
         grads = [weight.grad for weight in mine]
         for weight in mine:
             weight.grad = None
@@ -213,10 +222,10 @@ class RunTables:
 
     def check_clip(self, parameters: Iterable[Tensor]) -> None:
         """Raise `UsageError` if a table is to be clipped."""
-        handles = self.handles()
+        handles = self.get_handle_ids()
         for parameter in parameters:
             if id(parameter) in handles:
-                name = next(kept.name for kept in self.kept if kept.module.weight is parameter)
+                name = next(kept.name for kept in self.tables if kept.module.weight is parameter)
                 raise UsageError(
                     f"run.clip can't see the gradients of the sparse table {name}, which go to "
                     "servers: give it the other parameters, "
@@ -225,110 +234,110 @@ class RunTables:
 
     def check_scaler(self) -> None:
         """Raise `UsageError` where a GradScaler would judge gradients that it can't see."""
-        if self.kept:
+        if self.tables:
             raise UsageError(
                 "a GradScaler can't see the gradients of sparse tables, which go to servers: "
                 "use bfloat16, which needs no scaler"
             )
 
-    def fingerprint(self, digest: str) -> str:
+    def combine_digest(self, digest: str) -> str:
         """Return one digest of `digest` and of the rows in use, the same on all workers.
 
         Collective.
         """
-        if not self.kept:
+        if not self.tables:
             return digest
         packed = self._context.agreement.tell_everyone(
             "sparse tables",
-            lambda: msgpack.packb([kept.lookup.facts()["digest"] for kept in self.kept]),
+            lambda: msgpack.packb([kept.lookup.summarize_rows()["digest"] for kept in self.tables]),
         )
         return hashlib.sha256(digest.encode() + packed).hexdigest()
 
     # ---- where losses are survived
 
-    def begin(self) -> None:
+    def begin_turn(self) -> None:
         """Begin a turn of training."""
-        if self.lasting is not None:
-            self.lasting.begin()
-            self._begun = [(kept.module, kept.module.kept()) for kept in self.kept]
+        if self.recoverable_steps is not None:
+            self.recoverable_steps.begin_turn()
+            self._turn_start_gradients = [(kept.module, kept.module.kept()) for kept in self.tables]
 
-    def commit(self, *_: Any) -> None:
+    def commit_turn(self, *_: Any) -> None:
         """Keep what the turn has changed.
 
         Collective, where copies of servers are about to be made.
         """
-        self._begun = []
-        if self.lasting is not None:
-            self.lasting.commit()
+        self._turn_start_gradients = []
+        if self.recoverable_steps is not None:
+            self.recoverable_steps.commit_turn()
 
-    def back(self) -> None:
+    def undo_turn(self) -> None:
         """Undo the turn: give each module back what it kept when the turn began."""
-        if self.lasting is not None:
-            self.lasting.back()
-        for module, kept in self._begun:
+        if self.recoverable_steps is not None:
+            self.recoverable_steps.undo_turn()
+        for module, kept in self._turn_start_gradients:
             module.keep(kept)
 
     def join_info(self) -> Any:
         """Facts that a joining worker needs for `regroup`, as JSON values."""
-        return None if self.lasting is None else self.lasting.layout()
+        return None if self.recoverable_steps is None else self.recoverable_steps.join_info()
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Go on with the context's new group of workers.
 
         Collective. Raises `StateLost` where what a lost server kept is nowhere else.
         """
-        if self.lasting is not None:
-            self.lasting.regroup(context, layout)
+        if self.recoverable_steps is not None:
+            self.recoverable_steps.regroup(context, layout)
 
     @property
     def copies(self) -> ServerReplication | None:
-        return None if self.lasting is None else self.lasting.copies
+        return None if self.recoverable_steps is None else self.recoverable_steps.copies
 
     def facts(self) -> list[dict[str, Any]]:
         """Work of each server so far, for the summary. Not collective."""
-        found = self._library
+        found = self._servers
         return (
             []
             if found is None
             else self._context.agreement.retry_after_losses(
-                lambda: found.wires.facts(self._context.deadline)
+                lambda: found.connections.read_facts(self._context.deadline)
             )
         )
 
-    def served(self) -> list[Served]:
+    def served(self) -> list[ServerWork]:
         """Busy times of each server and their causes, for the timeline."""
         return (
             []
-            if self._library is None or not self._context.trace.kept
-            else self._library.wires.served(self._context.deadline)
+            if self._servers is None or not self._context.trace.keeps_spans
+            else self._servers.connections.read_timelines(self._context.deadline)
         )
 
-    def form(self) -> str:
+    def describe_layout(self) -> str:
         """Describe the tables, all but their seeds."""
-        return " ".join(f"{kept.name} {replace(kept.lookup.spec, seed=0)}" for kept in self.kept)
+        return " ".join(f"{kept.name} {replace(kept.lookup.spec, seed=0)}" for kept in self.tables)
 
     @property
-    def waiting(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether this worker is not let in yet, and has no servers."""
-        return self._library is not None and self._library.waiting
+        return self._servers is not None and self._servers.is_waiting
 
-    def forget(self) -> None:
+    def discard_prefetched(self) -> None:
         """Discard rows that were asked for ahead, as the tables have changed."""
-        for kept in self.kept:
-            kept.lookup.forget(int(kept.module.seed))
+        for kept in self.tables:
+            kept.lookup.reset_seed(int(kept.module.seed))
 
     def close(self, *, failed: bool) -> None:
         """Close the servers; modules have no rows any more. `failed`: other workers may go on."""
-        for kept in self.kept:
+        for kept in self.tables:
             kept.module.source = None
-        if self.lasting is not None:
-            self.lasting.copies.close()
-        if self._library is not None:
-            self._library.close(left=failed)
+        if self.recoverable_steps is not None:
+            self.recoverable_steps.copies.close()
+        if self._servers is not None:
+            self._servers.close(left=failed)
 
 
 @contextlib.contextmanager
-def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
+def _count_as_exchange(backward: GradientTracker, what: str) -> Iterator[None]:
     """Count the time of this block as exchange, and not as compute."""
     began, inside = time.perf_counter_ns(), backward.meter.since > 0
     backward.meter.stop(began)
@@ -338,10 +347,10 @@ def _exchanging(backward: GradientTracker, what: str) -> Iterator[None]:
         ended = time.perf_counter_ns()
         backward.meter.expose((ended - began) / 1e9)
         backward.meter.start(ended if inside else 0)
-        backward.context.trace.record(what, "exchange", began, ended)
+        backward.context.trace.record_span(what, "exchange", began, ended)
 
 
-def _one(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | None:
+def _get_shared_option(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | None:
     """Return the value of an option that all tables share; None if no table asks for it.
 
     Raises `UsageError` if they differ.
@@ -355,7 +364,7 @@ def _one(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | Non
     return max(asked, default=None)
 
 
-def _owner(
+def _find_owner(
     name: str, weight: Parameter, optimizers: Sequence[Optimizer]
 ) -> tuple[Optimizer, int] | None:
     """Return the optimizer and the number of the group of a table; None for a frozen table."""
@@ -377,7 +386,7 @@ def _owner(
     return found[0]
 
 
-def _check(name: str, module: SparseEmbedding, *, frozen: bool) -> None:
+def _check_table(name: str, module: SparseEmbedding, *, frozen: bool) -> None:
     if module.weight.dtype not in (torch.float32, torch.float64):
         raise UsageError(
             f"the sparse table {name} is of {module.weight.dtype}; rows are float32 or float64: "

@@ -21,25 +21,24 @@ from pathlib import Path
 from paceline.checkpoint.layout import StateLayout
 from paceline.checkpoint.parts import CutParts
 from paceline.checkpoint.resumption import RunResumption
-from paceline.checkpoint.saving import CheckpointSaver, SaveRequest, patience
+from paceline.checkpoint.saving import CheckpointSaver, SaveRequest, compute_write_timeout
 from paceline.checkpoint.state import RunProgress, WorkerState
 from paceline.cluster.control.commands import CommandPipe
 from paceline.comm.native.default_group import DefaultProcessGroup
-from paceline.elastic.adapter import ElasticRun, check_elastic, keepers
+from paceline.elastic.adapter import ElasticRun, check_elastic, find_server_keepers
 from paceline.elastic.departure import Departure
-from paceline.elastic.eviction import Eviction
-from paceline.elastic.eviction import check as check_eviction
+from paceline.elastic.eviction import Eviction, check_eviction
 from paceline.elastic.recovery import Recovery
 from paceline.elastic.rollback import Rollback
 from paceline.elastic.survival import Survival
 from paceline.elastic.transaction import RecoverableTransaction
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.loop import collectives
 from paceline.loop.epochs import LoaderEpochs
 from paceline.loop.observers import LoopObservers
 from paceline.loop.run_limit import RunLimit
 from paceline.loop.step import TrainingStep
-from paceline.prepare.abilities import resolve
+from paceline.prepare.abilities import resolve_abilities
 from paceline.prepare.cuts import ModelCuts
 from paceline.prepare.optimizers import OptimizerWatch
 from paceline.prepare.registry import Prepared
@@ -60,7 +59,7 @@ from paceline.session.collector import LogCollector
 from paceline.session.ending import RunConclusion, RunEnding
 from paceline.session.run import Run
 from paceline.session.run_parts import RunParts
-from paceline.state.versioned import Randomness, WorkerGenerator
+from paceline.state.versioned import GeneratorStates, WorkerGenerator
 from paceline.sync.base import Strategy
 from paceline.sync.context import SyncContext
 from paceline.unequal.probe.link_watch import LinkWatch
@@ -68,13 +67,13 @@ from paceline.unequal.shares.follower import ShareFollower
 from paceline.unequal.shares.quota import ProcessorQuota
 from paceline.unequal.stragglers.straggler_policy import Policy, PolicyCheck
 from paceline.workers.axes import RunAxes
-from paceline.workers.groups import CurrentView, Subgroups, first_members
+from paceline.workers.groups import CurrentView, Subgroups, gather_worker_numbers
 
 OpenRecords = Callable[[RunHistory, bool], tuple[RunFolder, MetricsLog]]
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedWorker:
     """A worker that has joined: its place, its groups, and its hang detector.
 
     `world` is torch.distributed's default group, for libraries that ask for it. `quota` measures
@@ -89,8 +88,8 @@ class Joined:
     straggler: Policy | None = None
 
 
-def assemble(
-    joined: Joined,
+def assemble_run(
+    joined: JoinedWorker,
     strategy: Strategy,
     *,
     seed: int | None,
@@ -105,26 +104,27 @@ def assemble(
     of all workers, and whether each worker counts its own samples of a step. Each worker does so if
     workers are not in lockstep.
     """
-    return _Assembly(
+    return _RunAssembly(
         joined, strategy, seed=seed, began=began, comparison=comparison, open_records=open_records
-    ).run(total_steps)
+    ).connect_parts(total_steps)
 
 
-def _tell_unused(context: SyncContext, strategy: Strategy) -> None:
+def _announce_unused_cluster(context: SyncContext, strategy: Strategy) -> None:
     """Announce that the strategy ignores the measured links, if it chooses its own routes."""
     if context.route_facts is not None and not context.routes:
         context.announce(
-            f"{context.route_facts.source} decides nothing here: {spell(strategy)} has its own way "
+            f"{context.route_facts.source} decides nothing here: {format_as_call(strategy)} has "
+            "its own way "
             "between hosts"
         )
 
 
-class _Assembly:
+class _RunAssembly:
     """The parts of a run in the order in which they are built."""
 
     def __init__(
         self,
-        joined: Joined,
+        joined: JoinedWorker,
         strategy: Strategy,
         *,
         seed: int | None,
@@ -146,18 +146,23 @@ class _Assembly:
         if axes.replicas is not context:
             Subgroups(axes.replicas, lambda: axes.hosts_of(axes.replicas))
         self.sync = strategy.begin(axes.replicas)
-        _tell_unused(axes.replicas, strategy)
-        self.abilities = resolve(self.sync)
+        _announce_unused_cluster(axes.replicas, strategy)
+        self.abilities = resolve_abilities(self.sync)
         step = TrainingStep(self.sync, context, self.abilities, worker.page)
         self.loop, self.epochs = step.loop, LoaderEpochs(step)
         arguments = (
-            f"seed={seed}, sync={spell(strategy)}, {comparison}, replicate={worker.replicate!r}"
+            f"seed={seed}, sync={format_as_call(strategy)}, {comparison}, "
+            f"replicate={worker.replicate!r}"
         )
         self.history = RunHistory(
-            collectives.seed(axes.everyone, seed, arguments), began, context.announce
+            collectives.agree_on_seed(axes.everyone, seed, arguments), began, context.announce
         )
         cuts = ModelCuts(
-            axes, self.history.seed, worker.place.cut, self.history.note_event, self._rounds_parts
+            axes,
+            self.history.seed,
+            worker.place.cut,
+            self.history.note_event,
+            self._can_tied_copies_diverge,
         )
         self.prepared = Prepared(
             axes,
@@ -172,30 +177,30 @@ class _Assembly:
             axes.mesh,
             axes.everyone.group.rank,
             cuts.placements,
-            cuts.renewed,
-            cuts.splits,
-            cuts.level,
+            cuts.replacement_of,
+            cuts.stage_splits,
+            cuts.share_stage_state,
         )
         check_comparison(comparison, self.sync, self.abilities.replicated)
         if self.elastic:
             check_elastic(worker.device, self.abilities)
         self.folder, self.log = open_records(self.history, self.abilities.sample_queue is not None)
-        self._watch()
-        self._conclude(comparison)
+        self._build_followers()
+        self._build_ending(comparison)
 
-    def _rounds_parts(self) -> bool:
+    def _can_tied_copies_diverge(self) -> bool:
         """Whether copies of a parameter on two stages could be changed in different ways.
 
         Codecs do that, and exchanges between replicas.
         """
         return self.loop.backward.replicas_diverge or bool(self.context.accounts)
 
-    def _watch(self) -> None:
+    def _build_followers(self) -> None:
         """Build the parts that follow the training: state, checkpoints, records, watches."""
         context, loop, prepared, history = self.context, self.loop, self.prepared, self.history
         worker = self.view.worker
         self.progress = RunProgress(loop, prepared.loaders)
-        prepared.state.add("progress", self.progress)
+        prepared.state.add_part("progress", self.progress)
         tables, pinned, start = (
             prepared.tables,
             worker.device.type == "cuda",
@@ -207,7 +212,7 @@ class _Assembly:
         stream = self.context.group.rank if worker_id is None else worker_id
         generator = WorkerGenerator(history.seed, stream, worker.device)
         self.own = WorkerState(
-            Randomness(worker.device, order=prepared.order, generator=generator),
+            GeneratorStates(worker.device, order=prepared.order, generator=generator),
             self.sync,
             self.abilities,
             prepared.optimizers,
@@ -217,7 +222,7 @@ class _Assembly:
             route=self.axes.replicas.route,
             generator=generator,
         )
-        parts = CutParts(self.axes.everyone, self.layout, patience(worker.deadline))
+        parts = CutParts(self.axes.everyone, self.layout, compute_write_timeout(worker.deadline))
         self.saving = CheckpointSaver(
             prepared.state,
             self.own,
@@ -241,19 +246,19 @@ class _Assembly:
             folder=self.folder,
             start=start,
         )
-        mesh = self.axes.mesh if self.axes.cut else None
+        mesh = self.axes.mesh if self.axes.cut_axes else None
         self.follower = ShareFollower(
             loop, prepared.loaders, history, mesh=mesh, quota=self.joined.quota
         )
-        self.tally = StepCount(loop, waits=self.view.waits)
-        by_hand = ManualGradients(loop, self.records.meetings, self.axes.twin)
+        self.tally = StepCount(loop, waits=self.view.waits_for_admission)
+        by_hand = ManualGradients(loop, self.records.meetings, self.axes.first_replica_of)
         self.watch = OptimizerWatch(
             prepared, loop, by_hand, self.tally, self.hints.hint_at_foreign_optimizer
         )
         self.memory = MemoryWatch(prepared, self.abilities.remote)
         self.links = LinkWatch(loop, self.axes, self.strategy, history, survives=self.elastic)
 
-    def _conclude(self, comparison: Comparison) -> None:
+    def _build_ending(self, comparison: Comparison) -> None:
         """Build the parts that report the progress of the run, and the part that ends it."""
         view, log, prepared, history = self.view, self.log, self.prepared, self.history
         book = log.writer
@@ -274,10 +279,10 @@ class _Assembly:
         self.live = LiveRecord(
             self.folder,
             lambda: book is not None and not book.stands_by,
-            conclusion.so_far,
+            conclusion.collect_progress,
             self.context.announce,
         )
-        self.context.follow(history.note_event)
+        self.context.add_event_listener(history.note_event)
         history.add_follower(self.live.update_file)
         self.live.update_file()
         self.ending = RunEnding(
@@ -296,17 +301,17 @@ class _Assembly:
             self.abilities.replicated,
             event=history.note_event,
             # collective, but only the workers with the differing part would call it
-            conclude=(lambda: None) if self.axes.cut else conclusion.write,
+            conclude=(lambda: None) if self.axes.cut_axes else conclusion.write_conclusion,
         )
 
-    def run(self, total_steps: int | None) -> Run:
+    def connect_parts(self, total_steps: int | None) -> Run:
         """Connect the parts, and return the run that a script works with."""
-        body, recovery, leaving = self._recovery() if self.elastic else (None, None, None)
+        body, recovery, leaving = self._build_recovery() if self.elastic else (None, None, None)
         loop, log, comparer = self.loop, self.log, self.comparer
-        collector = self._collector(recovery, leaving)
+        collector = self._build_collector(recovery, leaving)
         survival = None
         if body is not None and recovery is not None and leaving is not None:
-            survival = self._survive(body, recovery, leaving, collector)
+            survival = self._build_survival(body, recovery, leaving, collector)
         ended = (
             self.links.step_ended,
             collector.step_ended,
@@ -316,7 +321,7 @@ class _Assembly:
         observer, place = self.abilities.observer, self.view.worker.place
         restart = () if place.job_start is None else (self.resumption.training_begins,)
         unlimited = place.most_steps is None and place.most_seconds is None
-        limit = () if unlimited else (RunLimit(place, collector.stop).step_ended,)
+        limit = () if unlimited else (RunLimit(place, collector.request_stop).step_ended,)
         instead = (
             ()
             if place.layout is None
@@ -324,27 +329,31 @@ class _Assembly:
         )
 
         def begin_comparing() -> None:
-            comparer.begin(loop.steps)
+            comparer.begin_training(loop.steps_made)
 
         loop.observe(
             LoopObservers(
                 training_begins=(
                     *instead,
                     *restart,
-                    *(() if survival is None else (survival.begin,)),
+                    *(() if survival is None else (survival.begin_surviving,)),
                     begin_comparing,
                 ),
-                epoch_began=(collector.part, self.follower.epoch_began, self.progress.loop_began),
-                lead_taken=(policy.led, plan.add_leading_loader),
+                epoch_began=(
+                    collector.leave_lockstep,
+                    self.follower.epoch_began,
+                    self.progress.loop_began,
+                ),
+                lead_taken=(policy.check_leader, plan.add_leading_loader),
                 first_step=(
                     *instead,
                     self.prepared.cuts.check_used,
                     self.memory.predict_optimizer,
                     self.hints.hint_at_missing_gradients,
                 ),
-                stepped=() if observer is None else (observer.stepped,),
+                stepped=() if observer is None else (observer.note_optimizer_step,),
                 doubled=(self.memory.measure_held,),
-                committed=() if body is None else (body.buddies.committed,),
+                committed=() if body is None else (body.buddies.copy_if_due,),
                 step_ended=(
                     log.end_step,
                     comparer.step_ended,
@@ -357,7 +366,7 @@ class _Assembly:
             )
         )
         self.hints.begin_watching()
-        self.watch.begin()
+        self.watch.begin_watching()
         return Run(
             RunParts(
                 view=self.view,
@@ -382,7 +391,7 @@ class _Assembly:
             )
         )
 
-    def _recovery(self) -> tuple[ElasticRun, Recovery, Departure]:
+    def _build_recovery(self) -> tuple[ElasticRun, Recovery, Departure]:
         """Build the parts that go on when workers are lost."""
         worker, context, own, prepared = self.view.worker, self.context, self.own, self.prepared
         place, watching = worker.place, self.joined.watching
@@ -390,14 +399,14 @@ class _Assembly:
         orders = CommandPipe(
             place.orders_fd, *(() if watching is None else (watching.answer_launcher,))
         )
-        members = first_members(worker)
+        members = gather_worker_numbers(worker)
         leaving = Departure(
             place.worker,
             members,
             orders,
             context,
-            home=worker.home,
-            keepers=lambda: keepers(own, prepared),
+            home=worker.launcher_name,
+            keepers=lambda: find_server_keepers(own, prepared),
         )
         body = ElasticRun(
             context,
@@ -413,7 +422,9 @@ class _Assembly:
         )
         return body, Recovery(worker, context.agreement, body, orders, members), leaving
 
-    def _collector(self, recovery: Recovery | None, leaving: Departure | None) -> LogCollector:
+    def _build_collector(
+        self, recovery: Recovery | None, leaving: Departure | None
+    ) -> LogCollector:
         eviction = None
         if self.joined.straggler == "evict" and leaving is not None:
             check_eviction(self.abilities)
@@ -431,7 +442,7 @@ class _Assembly:
             eviction=eviction,
         )
 
-    def _survive(
+    def _build_survival(
         self, body: ElasticRun, recovery: Recovery, leaving: Departure, collector: LogCollector
     ) -> Survival:
         loop, saving, folder = self.loop, self.saving, self.folder
@@ -445,13 +456,13 @@ class _Assembly:
             history=self.history,
             tally=self.tally,
             save=lambda: saving.save(
-                SaveRequest(folder.checkpoints, loop.steps, keep=3, background=False)
+                SaveRequest(folder.checkpoints, loop.steps_made, keep=3, background=False)
             ),
-            depart=self.ending.depart,
+            depart=self.ending.leave_job,
         )
-        rollback = Rollback(body.parts, loop.models, self.own.randomness, loop.backward)
+        rollback = Rollback(body.get_turn_state, loop.models, self.own.randomness, loop.backward)
         self.epochs.recover_by(
             RecoverableTransaction(loop.turns, loop.backward, rollback, self.prepared.tables),
-            survival.generation,
+            survival.update_generation,
         )
         return survival

@@ -64,11 +64,11 @@ class LogCollector:
         """Where workers get their samples while they are not in lockstep."""
         return self._loop.abilities.sample_queue
 
-    def stop(self) -> None:
+    def request_stop(self) -> None:
         """Have all workers stop, when they learn that this one wants to."""
         self.asked = True
 
-    def stop_agreed(self) -> bool:
+    def agree_to_stop(self) -> bool:
         """Whether all workers stop now, because one of them has asked for it.
 
         Collective, until all have agreed to stop.
@@ -76,65 +76,65 @@ class LogCollector:
         if not self.stopping and any(
             self._everyone.meet("run.epochs", b"s" if self.asked else b"")
         ):
-            self._stop()
+            self._stop_loops()
         return self.stopping
 
-    def _stop(self) -> None:
+    def _stop_loops(self) -> None:
         self.stopping = True
-        self._loop.stop()
+        self._loop.stop_training()
 
     def step_ended(self, step: int, *_: Any) -> None:
         """Collect logs after a step, if it is time."""
-        if step < self._meetings.next_step:
+        if step < self._meetings.next_server:
             return
         self._prepared.check_known()
         if self._loop.apart:
-            self._post()
+            self._post_letter()
             self._meetings.meet_after_step(step + self._log.steps_ahead())
         else:
-            self._meet()
+            self._meet_workers()
 
-    def _meet(self) -> None:
+    def _meet_workers(self) -> None:
         agreement, recovery = self._everyone, self._recovery
-        news = None if recovery is None else recovery.news()
-        name, work = agreement.origins[agreement.group.rank], self._follower.drain()
+        news = None if recovery is None else recovery.collect_news()
+        name, work = agreement.origins[agreement.group.rank], self._follower.drain_steps()
         me = msgpack.packb(
             [self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work]
         )
         answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
-        self._meetings.meet_after_step(self._loop.steps + answers[0][2])
+        self._meetings.meet_after_step(self._loop.steps_made + answers[0][2])
         if recovery is not None:
-            recovery.hear([answer[4] for answer in answers])
+            recovery.hear_news([answer[4] for answer in answers])
         names = [a[3] for a in answers]
         reason = self._log.absorb(
-            [a[0] for a in answers], names, agreement.hosts, self._links.remark
+            [a[0] for a in answers], names, agreement.hosts, self._links.status_remark
         )
-        self._links.take(names, self._log.flushed_seconds)
+        self._links.take_flush(names, self._log.flushed_seconds)
         if self._eviction is not None:
-            self._eviction.take(
+            self._eviction.handle_judgement(
                 names, self._log.straggler_sensor.judgement, agreement.hosts, agreement.group.rank
             )
-        self._say(reason)
+        self._announce_stop(reason)
         if reason is not None or any(a[1] for a in answers):
-            self._stop()
+            self._stop_loops()
             for loader in self._prepared.loaders:
                 if loader.terms.training:
-                    loader.finish()
-        self._follower.take([answer[5] for answer in answers])
+                    loader.finish_epoch()
+        self._follower.take_drained([answer[5] for answer in answers])
         self._live.update_file()
 
-    def _say(self, reason: str | None) -> None:
+    def _announce_stop(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:
             self._history.note_event(f"stopped: {reason}")
             self._prepared.context.announce(f"stopping: {reason}")
 
     # ---- not in lockstep
 
-    def _post(self) -> None:
+    def _post_letter(self) -> None:
         assert self.sample_queue is not None
-        self._read(self.sample_queue.post(self._log.drain(), stop=self.asked))
+        self._read_letters(self.sample_queue.post(self._log.drain(), stop=self.asked))
 
-    def _read(self, letters: list[tuple[int, bytes]]) -> None:
+    def _read_letters(self, letters: list[tuple[int, bytes]]) -> None:
         """Take in letters on the first worker. Some may be of workers that were lost since."""
         agreement = self._everyone
         for worker, letter in letters:
@@ -146,7 +146,7 @@ class LogCollector:
             reason = self._log.absorb(bodies, names, () if gone else agreement.hosts)
             upto, bad, _ = msgpack.unpackb(letter)
             self._known[worker] = msgpack.packb([upto, bad, []])
-            self._say(reason)
+            self._announce_stop(reason)
             if reason is not None and not self.asked:
                 self.asked = True  # all stop at the end of this epoch, which is now
                 assert self.sample_queue is not None
@@ -154,13 +154,13 @@ class LogCollector:
         if letters:
             self._live.update_file()
 
-    def part(self) -> None:
+    def leave_lockstep(self) -> None:
         """Begin an epoch in which workers are not in lockstep."""
         if self.sample_queue is not None:
-            self._loop.part()
-            self._everyone.lockstep.leave_lockstep(self._come_together)
+            self._loop.leave_lockstep()
+            self._everyone.lockstep.leave_lockstep(self._return_to_lockstep)
 
-    def between(self, recovery: Recovery) -> None:
+    def pause_between_turns(self, recovery: Recovery) -> None:
         """Pause between two turns if a worker waits to be let in, or if others are waited for.
 
         Once all workers pause, the new ones are let in.
@@ -169,23 +169,25 @@ class LogCollector:
         assert sample_queue is not None
         if not sample_queue.paused:
             if not loop.apart and sample_queue.open:
-                self.part()  # all go on
-            if recovery.waited or recovery.short:
+                self.leave_lockstep()  # all go on
+            if recovery.has_waiting_workers or recovery.lacks_workers:
                 sample_queue.pause()
             return
         agreement.lockstep.resume_lockstep()
-        recovery.note(min(self._line_up("the middle of an epoch", recovery.orders.latest)))
-        if recovery.short and not recovery.pending:
+        recovery.note_view(
+            min(self._align_steps("the middle of an epoch", recovery.orders.latest_view))
+        )
+        if recovery.lacks_workers and not recovery.pending_view:
             text = (
                 f"{self._everyone.group.size} workers are left, and more are needed: "
                 "waiting for others"
             )
             self._history.announce_event(text)
-            recovery.wait()
-        if recovery.pending:
-            recovery.admit(loop.abilities.converge)
+            recovery.wait_for_workers()
+        if recovery.pending_view:
+            recovery.admit_workers(loop.abilities.converge)
 
-    def _come_together(self) -> None:
+    def _return_to_lockstep(self) -> None:
         loop, agreement = self._loop, self._everyone
         if loop.turns.in_training_loop:
             raise UsageError(
@@ -196,21 +198,21 @@ class LogCollector:
             )
         agreement.lockstep.resume_lockstep()
         self._prepared.epochs.end_left()
-        self._line_up("the end of an epoch")
+        self._align_steps("the end of an epoch")
         loop.abilities.converge()
 
-    def _line_up(self, where: str, mine: int = 0) -> list[int]:
+    def _align_steps(self, where: str, mine: int = 0) -> list[int]:
         """Bring all workers to the step of the worker that is ahead.
 
         Returns the value `mine` of each worker. Collective.
         """
         loop = self._loop
-        self._post()
+        self._post_letter()
         answers = self._everyone.meet(
-            where, msgpack.packb([loop.steps, self._log.ended_steps, mine])
+            where, msgpack.packb([loop.steps_made, self._log.ended_steps, mine])
         )
         assert self.sample_queue is not None
-        self._read(self.sample_queue.post(b""))
+        self._read_letters(self.sample_queue.post(b""))
         steps, numbers, theirs = zip(*map(msgpack.unpackb, answers), strict=True)
         loop.come_together(max(steps))
         self._log.begin_at_step(max(numbers))

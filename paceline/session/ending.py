@@ -10,8 +10,8 @@ from typing import Any, NoReturn
 from paceline.checkpoint.saving import CheckpointSaver
 from paceline.cluster.control import events
 from paceline.comm.native.default_group import DefaultProcessGroup
-from paceline.formatting import spell
-from paceline.loop.iteration import explain
+from paceline.formatting import format_as_call
+from paceline.loop.iteration import explain_error
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare.optimizers import OptimizerWatch
 from paceline.prepare.registry import Prepared
@@ -48,7 +48,7 @@ class RunConclusion:
     memory: MemoryWatch
     links: LinkWatch
 
-    def so_far(self) -> dict[str, Any]:
+    def collect_progress(self) -> dict[str, Any]:
         """Fields of the summary that are known during the run; `live` says where the run is.
 
         Only the worker that writes may call this.
@@ -61,7 +61,7 @@ class RunConclusion:
         # ranks of an earlier view may belong to other workers now
         if latest is not None and latest.workers == everyone.origins:
             straggler = latest.late
-            host = cluster.of(straggler.rank).name
+            host = cluster.host_of(straggler.rank).name
             late = {
                 "rank": straggler.rank,
                 "host": host,
@@ -71,23 +71,23 @@ class RunConclusion:
             }
         mesh = self.axes.mesh
         return {
-            "sync": spell(self.strategy),
+            "sync": format_as_call(self.strategy),
             "workers": everyone.group.size,
             "hosts": len(cluster.hosts),
             **fields,
-            "checkpoints": self.saving.tally(),
+            "checkpoints": self.saving.copy_tally(),
             "events": self.history.events[-MAX_EVENTS:],
             "saves": self.history.saves[-MAX_EVENTS:],
             "loader": describe_dealing(self.prepared.loaders),
-            "mesh": dict(mesh.axes) if self.axes.cut else {},
+            "mesh": dict(mesh.axes) if self.axes.cut_axes else {},
             "places": [mesh.coordinates(rank) for rank in range(mesh.size)]
-            if self.axes.cut
+            if self.axes.cut_axes
             else [],
-            "links": self.links.found,
+            "links": self.links.slow_links,
             "live": {
                 "began": self.history.began,
                 "script": script_name(),
-                "step": self.loop.steps,
+                "step": self.loop.steps_made,
                 "total_steps": self.log.total_steps,
                 "cluster": [
                     {"host": host.name, "ranks": list(host.ranks)} for host in cluster.hosts
@@ -95,14 +95,14 @@ class RunConclusion:
                 "origins": list(everyone.origins),
                 "recent": book.recent,
                 "late": late,
-                "link": self.links.remark,
+                "link": self.links.status_remark,
             },
         }
 
-    def write(self) -> None:
+    def write_conclusion(self) -> None:
         """Write the summary and the trace. Collective."""
         self.log.finish(self.axes.everyone)
-        self.saving.wait()
+        self.saving.wait_for_write()
         history, tables, remote, reports = (
             self.history,
             self.prepared.tables,
@@ -119,16 +119,16 @@ class RunConclusion:
             self.loop.clock.sent,
             self.loop.clock.axes,
             self.memory.collect_facts(),
-            self.loop.clock.interruptions.untold,
+            self.loop.clock.interruptions.unmeasured,
             history.note_event,
             history.events,
             history.saves,
             history.began,
-            self.saving.facts(self.folder.checkpoints) if self.view.is_first else {},
+            self.saving.summary_facts(self.folder.checkpoints) if self.view.is_first else {},
             facts,
             served,
             history.results,
-            self.links.found,
+            self.links.slow_links,
             collect_settings(
                 self.view.worker.place, self.view.worker.device, history.seed, self.prepared
             )
@@ -172,52 +172,54 @@ class RunEnding:
             conclusion.saving,
             conclusion.prepared,
         )
-        self._endings: list[Callable[[], None]] = []
+        self._close_callbacks: list[Callable[[], None]] = []
         self._process = os.getpid()
         self.closed = False
 
     def on_close(self, ending: Callable[[], None]) -> None:
         """Call `ending` when the run ends, however it ends."""
-        self._endings.append(ending)
+        self._close_callbacks.append(ending)
 
     def close(self) -> None:
         """Leave together with all workers: write the summary, and free memory and sockets.
 
         A second call does nothing.
         """
-        if self._ended:
+        if self._has_ended:
             return
         self.closed = True
         self._hints.end_watching()
         try:
             self._prepared.epochs.finish()
             self._prepared.cuts.level_ties()
-            self._conclusion.write()
-            self._context.agreement.tell_everyone("the end of the run", self._saving.last)
+            self._conclusion.write_conclusion()
+            self._context.agreement.tell_everyone(
+                "the end of the run", self._saving.raise_write_error
+            )
             self._live.remove_file()
         except BaseException as error:
-            self._leave(type(error), error)
+            self._leave_alone(type(error), error)
             raise
         # trackers may take long, and the other workers no longer wait for this one
-        self._release(failed=False)
-        events.closed(self._view.worker.place)
-        self.free(failed=False)
+        self._close_trackers(failed=False)
+        events.report_closed(self._view.worker.place)
+        self.free_resources(failed=False)
 
-    def fail(self, kind: type[BaseException], error: BaseException | None) -> None:
+    def end_after_error(self, kind: type[BaseException], error: BaseException | None) -> None:
         """Leave at once after an error, without waiting for other workers."""
-        if not self._ended:
+        if not self._has_ended:
             self.closed = True
-            self._leave(kind, error)
+            self._leave_alone(kind, error)
 
     @property
-    def _ended(self) -> bool:
+    def _has_ended(self) -> bool:
         """Whether this process has nothing to end.
 
         A process that the script has forked has nothing to end: the run belongs to the worker.
         """
         return self.closed or os.getpid() != self._process
 
-    def depart(self, prepare: Callable[[], None]) -> NoReturn:
+    def leave_job(self, prepare: Callable[[], None]) -> NoReturn:
         """Call `prepare`, and leave the job between two turns.
 
         The remaining workers deal the next turn among themselves.
@@ -225,48 +227,48 @@ class RunEnding:
         self.closed = True
         prepare()
         # the remaining workers would delete an unfinished checkpoint
-        self._saving.wait()
-        events.left(self._view.worker.place)
+        self._saving.wait_for_write()
+        events.report_leaving(self._view.worker.place)
         self._log.close()
-        self.free(failed=True)
-        self._release(failed=True)
+        self.free_resources(failed=True)
+        self._close_trackers(failed=True)
         raise SystemExit(0)
 
-    def _leave(self, kind: type[BaseException], error: BaseException | None) -> None:
+    def _leave_alone(self, kind: type[BaseException], error: BaseException | None) -> None:
         axes = self._conclusion.axes
-        self._context.agreement.add_whereabouts(error, axes.everyone if axes.cut else None)
+        self._context.agreement.add_whereabouts(error, axes.everyone if axes.cut_axes else None)
         if self._world is not None:
             self._world.explain_error(error)
-        explain(error, self._loop.turns.under_way)
+        explain_error(error, self._loop.turns.under_way)
         events.report_failure(self._view.worker.place, kind, error)
         self._live.record_failure(kind, error)
         self._log.close_quietly()
-        self.free(failed=True)
-        self._release(failed=True)
+        self.free_resources(failed=True)
+        self._close_trackers(failed=True)
 
-    def _release(self, *, failed: bool) -> None:
+    def _close_trackers(self, *, failed: bool) -> None:
         """Close trackers, once they have taken in the rest of the run."""
         if self._log.feed is not None:
             self._log.feed.close_trackers(failed=failed)
 
-    def free(self, *, failed: bool) -> None:
+    def free_resources(self, *, failed: bool) -> None:
         """Free everything of the run, and make the script's objects plain ones again."""
         self.closed = True
         if self._watching is not None:
             self._watching.stop_watching()
-        self._watch.end()
+        self._watch.end_watching()
         self._loop.backward.unwatch()
-        self._loop.release()
+        self._loop.release_objects()
         groups = [*self._context.extra_groups, self._context.group]
         for group in groups if failed else ():
             group.abort()
-        self._prepared.release(failed=failed)
+        self._prepared.release_models(failed=failed)
         self._loop.backward.sync.detach()
         for group in groups:
             group.close()
         if self._world is not None:
             self._world.close(failed=failed)
         self._view.worker.store.close()
-        for ending in self._endings:
+        for ending in self._close_callbacks:
             ending()
-        self._saving.end()
+        self._saving.close()

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.cluster import secret as secrets
-from paceline.cluster.discover import discover
+from paceline.cluster.discover import discover_place
 from paceline.errors import PlaceError
-from paceline.session.registration import NAME, register
+from paceline.session.registration import NAME, register_backend
 
 SECRET = "PACELINE_SECRET_FD"
 
@@ -23,7 +23,7 @@ def replace_gloo() -> None:
 
     Without a GPU, callers that name no backend get it too.
     """
-    register()
+    register_backend()
     torch_distributed = dist.distributed_c10d
     make, barrier = torch_distributed._new_process_group_helper, torch_distributed.monitored_barrier
 
@@ -57,29 +57,31 @@ def replace_gloo() -> None:
 
     torch_distributed._new_process_group_helper = make_ours  # type: ignore[assignment]
     torch_distributed.monitored_barrier = dist.monitored_barrier = wait_for_all
-    _tell_children()
+    _replace_in_children()
 
 
-def _tell_children() -> None:
+def _replace_in_children() -> None:
     """Make processes that multiprocessing spawns replace Gloo, too, before they read the script.
 
     multiprocessing sends them a dict first. They unpickle all of it, and use the keys they know.
     """
     prepare = spawn.get_preparation_data
-    spawn.get_preparation_data = lambda name: {**prepare(name), NAME: _Replacement()}
+    spawn.get_preparation_data = lambda name: {**prepare(name), NAME: _PickledReplacement()}
 
 
-class _Replacement:
+class _PickledReplacement:
     """What replaces Gloo where it is unpickled."""
 
     def __reduce__(self) -> Any:
         lent = os.environ.get(SECRET)  # a descriptor, which such a child doesn't inherit
-        return _replace_in_child, (None if lent is None else secrets.borrow(int(lent)),)
+        return _replace_in_child, (
+            None if lent is None else secrets.read_secret_descriptor(int(lent)),
+        )
 
 
 def _replace_in_child(secret: bytes | None) -> None:
     if secret is not None:
-        os.environ[SECRET] = str(secrets.lend(secret))
+        os.environ[SECRET] = str(secrets.write_secret_descriptor(secret))
     replace_gloo()
 
 
@@ -89,7 +91,7 @@ def set_torch_variables() -> None:
     torchrun sets the same variables.
     """
     try:
-        place = discover()
+        place = discover_place()
     except PlaceError:
         return  # the script may know by itself who it is
     if place.launcher in ("alone", "paceline", "torchrun"):

@@ -19,7 +19,7 @@ from paceline.parallel.containers import tree_map
 from paceline.parallel.pipelining.batches import BatchShare
 from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.prepare.cuts import ModelCuts
-from paceline.prepare.device import mover
+from paceline.prepare.device import make_mover
 from paceline.prepare.tensor_peers import EARLY, OFTEN, check_equal
 from paceline.workers.axes import RunAxes
 
@@ -32,10 +32,10 @@ class ModelInference:
     """
 
     def __init__(self, axes: RunAxes, cuts: ModelCuts, device: torch.device) -> None:
-        self._axes, self._cuts, self._move = axes, cuts, mover(device)
+        self._axes, self._cuts, self._move = axes, cuts, make_mover(device)
         self._calls = 0
 
-    def forward(self, model: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+    def run_forward(self, model: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
         """Run a model without gradients, and return all of its output.
 
         Collective along the axes by which the model is cut.
@@ -64,12 +64,13 @@ class ModelInference:
             if stages is not None:
                 self._cuts.level_ties()
                 return stages.run_forward(
-                    BatchShare(tuple(args), options, None, None), lambda out: tree_map(_whole, out)
+                    BatchShare(tuple(args), options, None, None),
+                    lambda out: tree_map(_gather_output, out),
                 )
-            return tree_map(_whole, model(*args, **options))
+            return tree_map(_gather_output, model(*args, **options))
 
 
-def _whole(value: Any) -> Any:
+def _gather_output(value: Any) -> Any:
     return (
         value.whole()
         if isinstance(value, VocabLogits)

@@ -25,14 +25,14 @@ from typing import Any, Final, Generic, NamedTuple, Self, TypedDict, TypeVar, Un
 from torch import nn
 
 from paceline.checkpoint.files import disk
-from paceline.cluster.discover import environment
-from paceline.cluster.launcher.janitor import folders_of_answers
+from paceline.cluster.discover import copy_environment
+from paceline.cluster.launcher.janitor import get_answer_prefix
 from paceline.errors import UsageError
 from paceline.parallel.cut import ModelCut
 from paceline.parallel.meta import meta
-from paceline.prepare.cuts import Asked
+from paceline.prepare.cuts import WantedCuts
 from paceline.prepare.stored import StoredModel
-from paceline.session.run import Run, parts_of
+from paceline.session.run import Run, parts_of_run
 from paceline.session.start import start
 
 # in a run's folder: the program that has trained its model, and what that makes one of
@@ -79,7 +79,7 @@ class LoadKeywords(TypedDict, total=False):
     """The options of `load`, as its overloads take them."""
 
     mesh: str | None
-    cut: Asked | None
+    cut: WantedCuts | None
     part: str | None
     best: bool
     device: str | None
@@ -100,7 +100,7 @@ def load(
     model: nn.Module | Callable[[], nn.Module] | None = None,
     *,
     mesh: str | None = None,
-    cut: Asked | None = None,
+    cut: WantedCuts | None = None,
     part: str | None = None,
     best: bool = False,
     device: str | None = None,
@@ -132,44 +132,44 @@ def load(
             f"there is no folder {where}; give that of a run, such as runs/NAME, "
             "or of one of its checkpoints"
         )
-    program = _described(where) if model is None else None
+    program = _read_program(where) if model is None else None
     make = model if program is None else program.make
     if make is None or not callable(make):
         raise UsageError(
             f"load got the model {model!r}; give an nn.Module, or a function that makes one"
         )
     # the launcher's janitor looks for these, too
-    kind = folders_of_answers(environment().get("PACELINE_JOB", ""))
+    kind = get_answer_prefix(copy_environment().get("PACELINE_JOB", ""))
     temporary = Path(tempfile.gettempdir()) / f"{kind}{secrets.token_hex(8)}"
     run = start(mesh=mesh, folder=str(temporary), device=device, trace="off", compare=None)
     # of this start, or of one before it of the same job
     if run.is_first and run.folder.path.parent.name.startswith(kind):
-        parts_of(run).ending.on_close(
+        parts_of_run(run).ending.on_close(
             lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True)
         )
     try:
-        cuts = program.cuts(run.mesh.cut) if cut is None and program is not None else cut
-        ready = run.prepare(_built(make), init=StoredModel(where, part, best), cut=cuts)
+        cuts = program.cuts(run.mesh.cut_axes) if cut is None and program is not None else cut
+        ready = run.prepare(_build_model(make), init=StoredModel(where, part, best), cut=cuts)
         ready.eval()
     except BaseException as error:  # the script has no run yet to leave by
-        parts_of(run).ending.fail(type(error), error)
+        parts_of_run(run).ending.end_after_error(type(error), error)
         raise
     return LoadedModel(run, ready)
 
 
-def describe(program: str, fields: Mapping[str, Any]) -> str:
+def describe_model(program: str, fields: Mapping[str, Any]) -> str:
     """Write what `DESCRIPTION` has for a model of one of our programs."""
     return json.dumps({"program": program, "fields": dict(fields)}, indent=2) + "\n"
 
 
-class _Program(NamedTuple):
+class _KnownProgram(NamedTuple):
     """A program of paceline: `make` makes its model, `cuts` gives its cuts for a mesh's axes."""
 
     make: Callable[[], nn.Module]
     cuts: Callable[[Collection[str]], Sequence[ModelCut]]
 
 
-def _described(folder: Path) -> _Program:
+def _read_program(folder: Path) -> _KnownProgram:
     """Find which of our programs has trained the model of a run.
 
     Raises `UsageError` for a run of another script.
@@ -182,16 +182,16 @@ def _described(folder: Path) -> _Program:
             "function that makes it"
         )
     try:
-        found = json.loads(disk.read(path, 1 << 16))
+        found = json.loads(disk.read_file(path, 1 << 16))
         module: Any = importlib.import_module(PROGRAMS[found["program"]])
-        return _Program(module.maker(found["fields"]), module.cuts)
+        return _KnownProgram(module.make_builder(found["fields"]), module.cuts)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{path} is not what a program of this paceline writes; give load(folder, model)"
         ) from error
 
 
-def _built(make: nn.Module | Callable[[], nn.Module]) -> nn.Module:
+def _build_model(make: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if isinstance(make, nn.Module):
         return make
     with meta():

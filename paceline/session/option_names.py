@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, ParamSpec, TypeVar
 
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,7 +54,7 @@ _OTHERS: Final = {
 }
 
 
-def check(where: str, given: Iterable[str], names: Iterable[str]) -> None:
+def check_names(where: str, given: Iterable[str], names: Iterable[str]) -> None:
     """Raise `UsageError` for a name that is none of `names`."""
     possible = list(names)
     for name in given:
@@ -63,17 +63,17 @@ def check(where: str, given: Iterable[str], names: Iterable[str]) -> None:
             fits = meant is not None and (meant in possible or not meant.isidentifier())
             raise UsageError(
                 f"{where} has no option {name}; "
-                f"{f'did you mean {meant}?' if fits else choices(name, possible)}"
+                f"{f'did you mean {meant}?' if fits else format_choices(name, possible)}"
             )
 
 
-def own_options(function: Callable[P, T]) -> Callable[P, T]:
+def refuse_unknown_options(function: Callable[P, T]) -> Callable[P, T]:
     """Refuse options that this function doesn't have. A decorator."""
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-        check(f"pl.{function.__name__}", kwargs, names)
+        check_names(f"pl.{function.__name__}", kwargs, names)
         return function(*args, **kwargs)
 
     return wrapper

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgpack
 
 from paceline.cluster.control import events
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.record.call_status import make_status_display
 from paceline.record.folder import RunFolder
 from paceline.record.history import RunHistory
@@ -16,11 +16,11 @@ from paceline.record.log import MetricsLog, OnNan
 from paceline.record.trackers.feed import TrackerFeed
 from paceline.record.trackers.tracker import Setting, Tracker
 from paceline.record.writer import MetricsWriter
-from paceline.session.assemble import Joined
+from paceline.session.assemble import JoinedWorker
 from paceline.sync.base import Strategy
 
 
-class Records:
+class RecordOpener:
     """Opens the folder, the trackers and the log of a run on one worker.
 
     `folder` is the folder in which the script wants the folders of its runs.
@@ -28,7 +28,7 @@ class Records:
 
     def __init__(
         self,
-        joined: Joined,
+        joined: JoinedWorker,
         folder: str,
         name: str | None,
         on_nan: OnNan,
@@ -46,27 +46,29 @@ class Records:
         self._root = Path(place.layout or place.folder or folder)
         self._strategy, self._trackers = strategy, list(trackers)
 
-    def open(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
+    def open_records(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         """Open the folder, the trackers and the log.
 
         `adds` says whether each worker has samples of its own in a step.
         """
-        folder, worker = self._folder(), self._worker
-        self._go_on(history)
-        feed = self._feed(folder, history)
+        folder, worker = self._open_folder(), self._worker
+        self._continue_history(history)
+        feed = self._begin_trackers(folder, history)
         # for launchers that start others for it
-        events.opened(worker.place, str(folder.path.absolute()), history.seed, history.began)
+        events.report_run_folder(
+            worker.place, str(folder.path.absolute()), history.seed, history.began
+        )
         if worker.page is not None:
-            worker.page.writes_to(folder.path)
-        book = self._book(folder, feed, adds=adds)
+            worker.page.write_run_folder(folder.path)
+        book = self._make_writer(folder, feed, adds=adds)
         if book is not None and not book.stands_by:
-            events.writes(worker.place, str(folder.path.absolute()))
-        mesh, accounts = self._axes.mesh if self._axes.cut else None, self._axes.slice.accounts
+            events.report_writer(worker.place, str(folder.path.absolute()))
+        mesh, accounts = self._axes.mesh if self._axes.cut_axes else None, self._axes.slice.accounts
         return folder, MetricsLog(
             book, on_nan=self._on_nan, say=history.announce_event, accounts=accounts, mesh=mesh
         )
 
-    def _folder(self) -> RunFolder:
+    def _open_folder(self) -> RunFolder:
         """Open the folder of the run that this worker joins or its job resumes, or make a new one.
 
         Collective.
@@ -84,7 +86,7 @@ class Records:
             self._axes.everyone, self._root, name, say=self._worker.say
         )
 
-    def _go_on(self, history: RunHistory) -> None:
+    def _continue_history(self, history: RunHistory) -> None:
         """Begin the history with the first start of the job, and say why earlier starts ended."""
         start = self._worker.place.job_start
         if start is not None and start.events:
@@ -94,18 +96,18 @@ class Records:
                 {**history.collect_facts(), "events": told + history.events, "began": began}
             )
 
-    def _feed(self, folder: RunFolder, history: RunHistory) -> TrackerFeed:
+    def _begin_trackers(self, folder: RunFolder, history: RunHistory) -> TrackerFeed:
         """Begin in all trackers on the first worker, and tell all when the run began there.
 
         Collective, but for one that joins.
         """
         worker, start, mesh = self._worker, self._worker.place.job_start, self._axes.mesh
         settings: dict[str, Setting] = {
-            "sync": spell(self._strategy),
+            "sync": format_as_call(self._strategy),
             "workers": worker.place.size,
             "hosts": len(worker.cluster.hosts),
         }
-        if self._axes.cut:
+        if self._axes.cut_axes:
             settings["mesh"] = ", ".join(f"{axis}={size}" for axis, size in mesh.axes)
         feed = TrackerFeed(
             self._trackers,
@@ -135,7 +137,9 @@ class Records:
         )
         return feed
 
-    def _book(self, folder: RunFolder, feed: TrackerFeed, *, adds: bool) -> MetricsWriter | None:
+    def _make_writer(
+        self, folder: RunFolder, feed: TrackerFeed, *, adds: bool
+    ) -> MetricsWriter | None:
         """Make the writer of metrics on the first worker.
 
         If the run survives losses all workers have one, as another worker may have to take over.

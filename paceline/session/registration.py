@@ -13,27 +13,27 @@ from typing import Any
 NAME = "paceline"
 
 
-def register() -> None:
+def register_backend() -> None:
     """Make torch.distributed know the backend; calling it twice is harmless."""
     from torch import distributed as dist
 
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         from torch.distributed.rendezvous import register_rendezvous_handler
 
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-        register_rendezvous_handler(NAME, _meet)
+        dist.Backend.register_backend(NAME, _create_backend, extended_api=True, devices=["cpu"])
+        register_rendezvous_handler(NAME, _meet_workers)
 
 
-def _create(options: Any, chosen: Any = None) -> Any:
-    from paceline.session.torch_backend import create
+def _create_backend(options: Any, chosen: Any = None) -> Any:
+    from paceline.session.torch_backend import create_process_group
 
-    return create(options, chosen)
+    return create_process_group(options, chosen)
 
 
-def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
+def _meet_workers(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Give torch the store of this job, and the rank and size that its launcher says."""
-    from paceline.cluster.discover import discover
-    from paceline.cluster.store import connect
+    from paceline.cluster.discover import discover_place
+    from paceline.cluster.store import connect_store
     from paceline.errors import UsageError
 
     if url != f"{NAME}://":
@@ -41,5 +41,5 @@ def _meet(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, in
             f"init_method is {url!r}, where the launcher says who is who: "
             f"give '{NAME}://' alone, without rank and world_size"
         )
-    place = discover()
-    yield connect(place, deadline=timeout.total_seconds()).torch, place.rank, place.size
+    place = discover_place()
+    yield connect_store(place, deadline=timeout.total_seconds()).torch, place.rank, place.size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from paceline.checkpoint.best import asked
+from paceline.checkpoint.best import parse_metric
 from paceline.checkpoint.files import catalogue
 from paceline.checkpoint.files.manifest import Best
 from paceline.checkpoint.saving import SaveRequest
@@ -21,22 +21,22 @@ from paceline.cluster.control import events
 from paceline.cluster.mesh import Mesh
 from paceline.comm.group_protocol import Group
 from paceline.data.costs import Cost
-from paceline.data.shares import AskedShares
+from paceline.data.shares import RequestedShares
 from paceline.data.spec import Loss as Reduction
 from paceline.data.spec import Sharding, Weigh
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.loop import collectives
 from paceline.loop.stepping import MicroBatches, SteppedModels
 from paceline.parallel.pipelining.batches import Loss
-from paceline.prepare.cuts import Asked
+from paceline.prepare.cuts import WantedCuts
 from paceline.prepare.initial import Init
 from paceline.prepare.metrics import check_logged
 from paceline.prepare.options import A, B, BatchNorm, C, D, E, PreparedLoader, PrepareKeywords, S, T
 from paceline.prepare.options import Preparable as P
-from paceline.prepare.whole import WholeParameters, parameters_of
+from paceline.prepare.whole import WholeParameters, find_parameters
 from paceline.record.folder import RunFolder
-from paceline.removed import removed
+from paceline.removed import declare_removed_options
 from paceline.session.inference import ModelInference
 from paceline.session.run_parts import RunParts
 from paceline.state.versioned import Stateful
@@ -106,13 +106,13 @@ class Run:
     @property
     def local_rank(self) -> int:
         """Rank of this worker among the workers of its host."""
-        return self._view.worker.local
+        return self._view.worker.local_index
 
     @property
     def host(self) -> str:
         """Name of this worker's host."""
         worker = self._view.worker
-        return worker.cluster.of(worker.place.rank).name
+        return worker.cluster.host_of(worker.place.rank).name
 
     @property
     def device(self) -> torch.device:
@@ -179,7 +179,7 @@ class Run:
     @property
     def steps(self) -> int:
         """Number of steps taken: finished turns of training loaders, each of one global batch."""
-        return self._loop.steps
+        return self._loop.steps_made
 
     @property
     def is_first(self) -> bool:
@@ -239,7 +239,7 @@ class Run:
     ) -> tuple[Any, ...]: ...
     @overload
     def prepare(self, **options: Unpack[PrepareKeywords]) -> tuple[()]: ...
-    @removed(
+    @declare_removed_options(
         readers=(
             "each worker reads the whole stream: leave it out, or say shard='mine' if each rank "
             "has samples of its own"
@@ -253,12 +253,12 @@ class Run:
         loss: Reduction | None = None,
         weigh: Weigh | None = None,
         cost: Cost | None = None,
-        shares: AskedShares = None,
+        shares: RequestedShares = None,
         batchnorm: BatchNorm | None = None,
         train: bool | None = None,
         pad: bool | None = None,
         shard: Sharding | None = None,
-        cut: Asked | None = None,
+        cut: WantedCuts | None = None,
         init: Init | None = None,
     ) -> Any:
         """Prepare models, optimizers, DataLoaders, schedulers, GradScalers and metrics.
@@ -301,7 +301,7 @@ class Run:
         options = {"loss": loss, "weigh": weigh, "shares": shares}
         more = {"batchnorm": batchnorm, "cut": cut, "init": init, "cost": cost, "shard": shard}
         ready = self._prepared.prepare(objects, {**options, **more, "train": train, "pad": pad})
-        self._hints.introduce_run(self._axes, spell(self._parts.strategy))
+        self._hints.introduce_run(self._axes, format_as_call(self._parts.strategy))
         return ready[0] if len(ready) == 1 else tuple(ready)
 
     def keep(self, name: str, thing: Stateful) -> None:
@@ -323,8 +323,8 @@ class Run:
                 f"run.keep({name!r}) got a {type(thing).__qualname__}, which lacks state_dict or "
                 "load_state_dict; write both"
             )
-        self._prepared.state.add(f"kept.{name}", thing)
-        self._prepared.cuts.copies.find(
+        self._prepared.state.add_part(f"kept.{name}", thing)
+        self._prepared.cuts.copies.find_copies(
             f"kept.{name}", thing, [model for _, model in self._prepared.models]
         )
 
@@ -341,23 +341,23 @@ class Run:
 
         It ends early if the workers have agreed to `stop`.
         """
-        self._resumption.epochs_begin()
+        self._resumption.resume_after_restart()
         self._prepared.epochs.begin_training()
         self._plan.begin_training(count, self._prepared.loaders)
-        if not self._progress.enter():
+        if not self._progress.begin_epoch_loop():
             return
         while self._progress.epoch < count:
-            joined = self._survival is not None and self._survival.take_joined()
+            joined = self._survival is not None and self._survival.take_joined_flag()
             # a worker that has joined did so in the middle of an epoch
-            if not joined and self._collector.stop_agreed():
+            if not joined and self._collector.agree_to_stop():
                 return
-            self._progress.begin()
+            self._progress.begin_epoch()
             self._plan.begin_epoch(self._progress.epoch)
             self._hints.begin_watching()
             yield self._progress.epoch
             self._prepared.epochs.end_left()
-            self._progress.end()
-            self._resumption.epoch_ended()
+            self._progress.end_epoch()
+            self._resumption.warn_without_checkpoint()
             self._hints.end_watching()
 
     def forward(self, model: nn.Module, *inputs: Any, **options: Any) -> Any:
@@ -374,7 +374,7 @@ class Run:
             inputs: Positional arguments of the model.
             options: Keyword arguments of the model.
         """
-        return self._inference.forward(model, inputs, options)
+        return self._inference.run_forward(model, inputs, options)
 
     def step(
         self,
@@ -417,7 +417,9 @@ class Run:
         Raises:
             DataError: Workers along `stage` got different batches; raised on all of them.
         """
-        return self._stepped.step(model, batch, options, loss, weigh, micro_batches=micro_batches)
+        return self._stepped.take_step(
+            model, batch, options, loss, weigh, micro_batches=micro_batches
+        )
 
     def event(self, what: str) -> None:
         """Note in the summary that something happened.
@@ -434,7 +436,7 @@ class Run:
 
         The first backward pass outside the block exchanges the whole sum.
         """
-        return self._loop.quietly()
+        return self._loop.hold_exchanges()
 
     def clip(
         self, what: nn.Module | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -451,8 +453,8 @@ class Run:
         Returns:
             The norm before clipping; None in a turn that will be dealt again.
         """
-        self._loop.ready("run.clip")
-        if not self._loop.acting:
+        self._loop.exchange_due_gradients("run.clip")
+        if not self._loop.is_acting:
             return None
         tensors = (
             [what]
@@ -460,7 +462,7 @@ class Run:
             else list(what.parameters() if isinstance(what, nn.Module) else what)
         )
         self._prepared.tables.check_clip(tensors)
-        return self._prepared.clipping.clip(tensors, max_norm, norm_type)
+        return self._prepared.clipping.clip_gradients(tensors, max_norm, norm_type)
 
     @overload
     def whole(self, what: nn.Parameter) -> contextlib.AbstractContextManager[nn.Parameter]: ...
@@ -485,8 +487,8 @@ class Run:
         Raises:
             UsageError: Workers leave different values.
         """
-        named = parameters_of(what, self._prepared.cuts)
-        with self._whole.lend(named) as wholes:
+        named = find_parameters(what, self._prepared.cuts)
+        with self._whole.lend_whole(named) as wholes:
             yield wholes if isinstance(what, nn.Module) else next(iter(wholes.values()))
 
     def log(self, **values: Any) -> None:
@@ -505,8 +507,8 @@ class Run:
         if not self._loop.transaction.failed:
             check_logged(values, self._prepared.metrics)
             # that of a ghost is 0, too: ignored
-            weight = self.weight if self._axes.counted else 0.0
-            self._log.add_values(self.steps + (self._loop.led is not None), values, weight)
+            weight = self.weight if self._axes.counts_samples else 0.0
+            self._log.add_values(self.steps + (self._loop.leading_turn is not None), values, weight)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Call `print` on the first worker alone.
@@ -534,7 +536,7 @@ class Run:
         """
         weight = float(self.weight if weight is None else weight)
         return self._agreement.attempt_call(
-            lambda: collectives.mean(self._agreement, self._context.group, x, weight)
+            lambda: collectives.average_values(self._agreement, self._context.group, x, weight)
         )
 
     @overload
@@ -560,7 +562,9 @@ class Run:
             self._context.group,
             turn is not None and turn.ghost,
         )
-        return agreement.attempt_call(lambda: collectives.add_up(agreement, group, x, ghost=ghost))
+        return agreement.attempt_call(
+            lambda: collectives.sum_values(agreement, group, x, ghost=ghost)
+        )
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the rows (dim 0) of all workers. Collective.
@@ -574,8 +578,8 @@ class Run:
         ghost = turn is not None and turn.ghost
         nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
         order = None if turn is None else turn.rows
-        return self._loop.gather(
-            lambda: collectives.gather(
+        return self._loop.gather_once(
+            lambda: collectives.gather_rows(
                 self._agreement, self._context.group, x, ghost=ghost, order=order
             ),
             nothing,
@@ -612,7 +616,7 @@ class Run:
 
         They stop together, at the end of the present epoch at the latest.
         """
-        self._collector.stop()
+        self._collector.request_stop()
 
     # ---- state
 
@@ -650,11 +654,11 @@ class Run:
                 `close` raises it.
             UsageError: `metric` is not a number, or `best` differs from earlier saves.
         """
-        step = self.steps + (self._loop.led is not None)
-        folder, measured = self.folder.checkpoints, asked(metric, best)
+        step = self.steps + (self._loop.leading_turn is not None)
+        folder, measured = self.folder.checkpoints, parse_metric(metric, best)
         if self._loop.transaction.failed:  # this turn is dealt again, and saves then
-            return next(iter(catalogue.newest(folder)), folder)
-        self._resumption.before_save()
+            return next(iter(catalogue.list_newest(folder)), folder)
+        self._resumption.flush_log()
         return self._saving.save(SaveRequest(folder, step, keep, background, measured))
 
     def resume(self, folder: str | Path | None = None) -> bool:
@@ -675,7 +679,7 @@ class Run:
         Raises:
             CheckpointError: There are checkpoints, and none can be used.
         """
-        return self._resumption.resume(folder)
+        return self._resumption.resume_newest(folder)
 
     # ---- the end
 
@@ -688,10 +692,10 @@ class Run:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None or events.leaves_well(error):
+        if kind is None or events.is_regular_exit(error):
             self.close()
         else:
-            self._ending.fail(kind, error)
+            self._ending.end_after_error(kind, error)
 
     def close(self) -> None:
         """Leave together with all workers: write the summary, and free memory and sockets.
@@ -704,6 +708,6 @@ class Run:
         self._ending.close()
 
 
-def parts_of(run: Run) -> RunParts:
+def parts_of_run(run: Run) -> RunParts:
     """Parts of a run, for modules of paceline. Scripts must not use them."""
     return run._parts

@@ -12,22 +12,22 @@ from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Final, Literal
 
-from paceline.at_exit import at_exit
+from paceline.at_exit import call_at_exit
 from paceline.cluster.control import events
-from paceline.cluster.control.progress import Page, enter
-from paceline.cluster.discover import Place, discover
-from paceline.cluster.launcher.janitor import brand
-from paceline.cluster.launcher.output import stand_in
-from paceline.cluster.mesh import choose
-from paceline.cluster.store import connect, hosts
+from paceline.cluster.control.progress import ProgressPage, open_page
+from paceline.cluster.discover import Place, discover_place
+from paceline.cluster.launcher.janitor import brand_semaphores
+from paceline.cluster.launcher.output import open_missing_streams
+from paceline.cluster.mesh import choose_mesh
+from paceline.cluster.store import connect_store, discover_hosts
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.axis_groups import Sender
 from paceline.comm.native.default_group import DefaultProcessGroup
-from paceline.elastic.replicate import check
+from paceline.elastic.state_copies import check_replicate
 from paceline.errors import UsageError
-from paceline.formatting import unknown
-from paceline.notation import strategy as read
+from paceline.formatting import describe_unknown_choice
+from paceline.notation import parse_strategy as read
 from paceline.prepare import cuts
 from paceline.record.folder import script_name
 from paceline.record.hangs import HangDetector, check_late_after
@@ -35,14 +35,19 @@ from paceline.record.log import OnNan
 from paceline.record.trackers import catalogue
 from paceline.record.trackers.tracker import Tracker
 from paceline.replicas.compare import Comparison, Differing
-from paceline.servers.starting import ServerStarter
-from paceline.session.assemble import Joined, assemble
-from paceline.session.excepthook import BRIEFLY, show, surface, surfacing
-from paceline.session.option_names import own_options
-from paceline.session.records import Records
-from paceline.session.registration import register
-from paceline.session.run import Run, parts_of
-from paceline.session.torch_backend import world
+from paceline.servers.server_starter import ServerStarter
+from paceline.session.assemble import JoinedWorker, assemble_run
+from paceline.session.excepthook import (
+    BRIEF_ERRORS,
+    install_excepthook,
+    show_errors_briefly,
+    show_exception,
+)
+from paceline.session.option_names import refuse_unknown_options
+from paceline.session.records import RecordOpener
+from paceline.session.registration import register_backend
+from paceline.session.run import Run, parts_of_run
+from paceline.session.torch_backend import make_default_group
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext
@@ -53,8 +58,8 @@ from paceline.unequal.shares.quota import ProcessorQuota
 from paceline.unequal.stragglers import straggler_policy
 from paceline.unequal.stragglers.straggler_policy import Policy
 from paceline.workers.axes import RunAxes
-from paceline.workers.groups import CurrentView, WorkerContext, choose_device, everyone
-from paceline.workers.replicate import Replicate
+from paceline.workers.copy_interval import Replicate
+from paceline.workers.groups import CurrentView, WorkerContext, choose_device, make_group_of_all
 
 TraceLength = Literal["last", "all", "off"]
 TRACES: Final[Mapping[TraceLength, int | None]] = {"last": 20_000, "all": None, "off": 0}  # spans
@@ -62,8 +67,8 @@ TRACES: Final[Mapping[TraceLength, int | None]] = {"last": 20_000, "all": None, 
 __all__ = ["Run", "start"]
 
 
-@surfacing
-@own_options
+@show_errors_briefly
+@refuse_unknown_options
 def start(
     sync: Strategy | str | None = None,
     *,
@@ -135,32 +140,34 @@ def start(
         DeadlineExceeded: Other workers didn't come in time.
     """
     _refuse_another_import()
-    _check(deadline, trace, on_nan, replicate)
-    began, comparison, place = time.time(), Comparison(compare, differing), discover()
-    strategy, policy = _asked(place, sync, straggler)
-    file = ClusterFile.of(
+    _check_options(deadline, trace, on_nan, replicate)
+    began, comparison, place = time.time(), Comparison(compare, differing), discover_place()
+    strategy, policy = _choose_strategy(place, sync, straggler)
+    file = ClusterFile.read_cluster(
         cluster if place.cluster is None else place.cluster, survives=place.worker is not None
     )
-    trackers = _trackers(place, report_to)
-    seconds = _seconds(place, deadline, late_after)
+    trackers = _choose_trackers(place, report_to)
+    seconds = _resolve_deadline(place, deadline, late_after)
     # the store stays open: other workers may still read there why this worker failed
-    with _reporting(place), ExitStack() as undo:
-        announcer, page = _enter(place, began, seconds)
+    with _report_failures(place), ExitStack() as undo:
+        announcer, page = _report_arrival(place, began, seconds)
         worker = _meet_others(
             place,
             device,
             seconds,
             file,
-            announcer.say,
+            announcer.announce,
             trace=Trace(TRACES[trace]),
             page=page,
             replicate=replicate,
         )
-        joined = _join(worker, late_after, undo, _mesh(place, mesh), policy)
-        announcer.follow(joined.view)
-        opened = Records(joined, folder, name, on_nan, strategy=strategy, trackers=trackers).open
-        seed = _seed(place, seed)
-        run = assemble(
+        joined = _join_groups(worker, late_after, undo, _choose_mesh(place, mesh), policy)
+        announcer.follow_view(joined.view)
+        opened = RecordOpener(
+            joined, folder, name, on_nan, strategy=strategy, trackers=trackers
+        ).open_records
+        seed = _choose_seed(place, seed)
+        run = assemble_run(
             joined,
             strategy,
             seed=seed,
@@ -170,10 +177,10 @@ def start(
             total_steps=total_steps,
         )
         undo.pop_all()
-    return ExitHooks(run).arm()
+    return ExitHooks(run).install_hooks()
 
 
-def _seconds(place: Place, deadline: float, late_after: float | None) -> float:
+def _resolve_deadline(place: Place, deadline: float, late_after: float | None) -> float:
     """Choose the deadline of all waits, in seconds: the launcher's, else the script's.
 
     Raises `UsageError` if the deadline ends before a worker counts as late.
@@ -183,13 +190,15 @@ def _seconds(place: Place, deadline: float, late_after: float | None) -> float:
     return seconds
 
 
-def _enter(place: Place, began: float, seconds: float) -> tuple[Announcer, Page | None]:
+def _report_arrival(
+    place: Place, began: float, seconds: float
+) -> tuple[Announcer, ProgressPage | None]:
     """Tell the launcher that this worker has begun; return its reporter and its page of numbers."""
-    events.joined(place)
-    return Announcer(place), enter(place.progress, began, deadline=seconds)
+    events.report_joined(place)
+    return Announcer(place), open_page(place.progress, began, deadline=seconds)
 
 
-def _seed(place: Place, asked: int | None) -> int | None:
+def _choose_seed(place: Place, asked: int | None) -> int | None:
     """Choose the seed: that of the run that is joined or resumed, else the script's."""
     if place.run is not None:
         return place.run[1]
@@ -198,7 +207,7 @@ def _seed(place: Place, asked: int | None) -> int | None:
 
 
 @contextmanager
-def _reporting(place: Place) -> Iterator[None]:
+def _report_failures(place: Place) -> Iterator[None]:
     """Report an error of this worker to the launcher, and raise it again."""
     try:
         yield
@@ -222,9 +231,11 @@ def _refuse_another_import() -> None:
         )
 
 
-def _check(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> None:
-    check(replicate)
-    if wrong := unknown("trace", trace, TraceLength) or unknown("on_nan", on_nan, OnNan):
+def _check_options(deadline: float, trace: str, on_nan: str, replicate: Replicate) -> None:
+    check_replicate(replicate)
+    if wrong := describe_unknown_choice("trace", trace, TraceLength) or describe_unknown_choice(
+        "on_nan", on_nan, OnNan
+    ):
         raise UsageError(wrong)
     if not deadline > 0:
         raise UsageError(f"deadline={deadline} is not a time; give seconds above 0")
@@ -238,20 +249,20 @@ def _meet_others(
     say: Callable[[str], None],
     *,
     trace: Trace,
-    page: Page | None,
+    page: ProgressPage | None,
     replicate: Replicate,
 ) -> WorkerContext:
     """Meet the other workers, and find out where all of them are."""
-    stand_in()  # before the first socket
+    open_missing_streams()  # before the first socket
     if place.job is not None:
-        brand(place.job)
-    store = connect(place, deadline=seconds)
+        brand_semaphores(place.job)
+    store = connect_store(place, deadline=seconds)
     alone, digest = (
         Topology((HostRanks(place.hostname, (0,), "127.0.0.1"),)),
         "" if file is None else file.digest,
     )
-    cluster = hosts(store, place, digest) if place.size > 1 else alone
-    local = cluster.of(place.rank).ranks.index(place.rank)
+    cluster = discover_hosts(store, place, digest) if place.size > 1 else alone
+    local = cluster.host_of(place.rank).ranks.index(place.rank)
     worker = WorkerContext(
         place,
         store,
@@ -263,7 +274,7 @@ def _meet_others(
         replicate=replicate,
         page=page,
     )
-    worker.links = _links(worker, file)
+    worker.links = _read_links(worker, file)
     if isinstance(replicate, int) and place.worker is None:
         say(
             f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was "
@@ -272,80 +283,86 @@ def _meet_others(
     return worker
 
 
-def _links(worker: WorkerContext, file: ClusterFile | None) -> RouteFacts | None:
+def _read_links(worker: WorkerContext, file: ClusterFile | None) -> RouteFacts | None:
     """Read the links of this run from a measured cluster, which must have the same hosts."""
     if file is None:
         return None
-    file.check(worker.cluster)
+    file.check_topology(worker.cluster)
     if worker.device.type == "cuda":
         worker.say(
             f"{file.source} decides nothing here: gradients of GPUs go the ways of NCCL or Gloo"
         )
         return None
-    return file.facts(worker.cluster)
+    return file.route_facts(worker.cluster)
 
 
-def _join(
+def _join_groups(
     worker: WorkerContext,
     late_after: float | None,
     undo: ExitStack,
     asked: str | None,
     policy: Policy | None,
-) -> Joined:
+) -> JoinedWorker:
     # a worker that joins later is a replica of the first workers, so it has no mesh of its own
     without_mesh = asked is None or worker.place.joining
     mesh = (
         None
         if without_mesh or asked is None
-        else choose(asked, worker.cluster, survives=worker.place.worker is not None)
+        else choose_mesh(asked, worker.cluster, survives=worker.place.worker is not None)
     )
-    context, default = _context(worker, undo)
-    undo.callback(_close, context.extra_groups)
+    context, default = _make_context(worker, undo)
+    undo.callback(_close_groups, context.extra_groups)
     view = CurrentView(worker)
     divided = (
-        RunAxes.plain(context, lambda: view.cluster)
+        RunAxes.from_replicas(context, lambda: view.cluster)
         if mesh is None
-        else RunAxes.of(mesh, context, worker.cluster)
+        else RunAxes.from_mesh(mesh, context, worker.cluster)
     )
     watching = HangDetector(
-        worker.place, divided.slice.agreement, worker.deadline, late_after, others=divided.waits
+        worker.place,
+        divided.slice.agreement,
+        worker.deadline,
+        late_after,
+        others=divided.wait_sources,
     )
     undo.callback(watching.stop_watching)
-    quota = ProcessorQuota(len(worker.cluster.of(worker.place.rank).ranks))
-    return Joined(view, divided, watching, default, quota, policy)
+    quota = ProcessorQuota(len(worker.cluster.host_of(worker.place.rank).ranks))
+    return JoinedWorker(view, divided, watching, default, quota, policy)
 
 
-def _close(groups: Iterable[Sender]) -> None:
+def _close_groups(groups: Iterable[Sender]) -> None:
     for group in [*groups]:
         group.abort()
         group.close()
 
 
-def _context(
+def _make_context(
     worker_context: WorkerContext, undo: ExitStack
 ) -> tuple[SyncContext, DefaultProcessGroup | None]:
     """Make the group of all workers, torch's default group, and the context of strategies."""
-    group = everyone(worker_context)
+    group = make_group_of_all(worker_context)
     undo.callback(group.close)
     undo.callback(group.abort)
-    register()
-    default = world(worker_context, group)
+    register_backend()
+    default = make_default_group(worker_context, group)
     if default is not None:
         undo.callback(default.close, failed=True)
     step_state = StepState(scale=1.0 / group.size)
-    agreement = Agreement(group, step=lambda: step_state.step, hosts=worker_context.cluster.names())
+    agreement = Agreement(
+        group, step=lambda: step_state.step, hosts=worker_context.cluster.host_names()
+    )
     context = SyncContext(
         group,
         agreement,
         step_state,
         worker_context.trace,
-        worker_context.cluster.where(),
+        worker_context.cluster.host_by_rank(),
         worker_context.say,
-        worker_context.native,
-        servers=ServerStarter(worker_context, agreement).begin,
+        worker_context.make_native_group,
+        servers=ServerStarter(worker_context, agreement).start_servers,
         table_servers=ServerStarter(
             worker_context, agreement, "SparseEmbedding", "table server"
-        ).begin,
+        ).start_servers,
         deadline=worker_context.deadline,
         survives=worker_context.place.worker is not None,
         cancel_scope=worker_context.cancel_scope,
@@ -355,7 +372,7 @@ def _context(
     return context, default
 
 
-def _trackers(place: Place, asked: Any) -> list[Tracker]:
+def _choose_trackers(place: Place, asked: Any) -> list[Tracker]:
     """Choose the trackers: those of the command line, else the script's; none without training."""
     specs = catalogue.parse_trackers(place.report_to if place.report_to is not None else asked)
     if place.rank == 0 or place.worker is not None:
@@ -363,11 +380,11 @@ def _trackers(place: Place, asked: Any) -> list[Tracker]:
     return [] if place.layout is not None else catalogue.make_trackers(specs)
 
 
-def _mesh(place: Place, asked: str | None) -> str | None:
+def _choose_mesh(place: Place, asked: str | None) -> str | None:
     """Choose the mesh: of the command line, of the script, or of the only axis of `--cut`."""
     if place.mesh is not None or asked is not None or place.cut is None:
         return asked if place.mesh is None else place.mesh
-    names = sorted({cut.axis for cut in cuts.read(place.cut) if cut.axis})
+    names = sorted({cut.axis for cut in cuts.read_cuts(place.cut) if cut.axis})
     if len(names) > 1:
         raise UsageError(
             f"--cut {place.cut!r} cuts along {' and '.join(names)}: say how many workers along "
@@ -376,7 +393,7 @@ def _mesh(place: Place, asked: str | None) -> str | None:
     return names[0] if names else None
 
 
-def _strategy(asked: Any) -> Strategy:
+def _parse_strategy(asked: Any) -> Strategy:
     if asked is None:
         return AllReduce()
     strategy = read(asked) if isinstance(asked, str) else asked
@@ -388,11 +405,15 @@ def _strategy(asked: Any) -> Strategy:
     return strategy  # type: ignore[no-any-return]
 
 
-def _asked(place: Place, sync: Any, straggler: Policy | None) -> tuple[Strategy, Policy | None]:
+def _choose_strategy(
+    place: Place, sync: Any, straggler: Policy | None
+) -> tuple[Strategy, Policy | None]:
     """Choose the strategy and the straggler policy: the command line's, else the script's."""
-    strategy = _strategy(place.sync if place.sync is not None else sync)
-    policy = straggler_policy.read(place.straggler if place.straggler is not None else straggler)
-    straggler_policy.check(policy, strategy, survives=place.worker is not None)
+    strategy = _parse_strategy(place.sync if place.sync is not None else sync)
+    policy = straggler_policy.read_policy(
+        place.straggler if place.straggler is not None else straggler
+    )
+    straggler_policy.check_policy(policy, strategy, survives=place.worker is not None)
     return strategy, policy
 
 
@@ -402,26 +423,26 @@ class Announcer:
     def __init__(self, place: Place) -> None:
         self._place = place
         self._view: CurrentView | None = None
-        self._said: set[str] = set()
+        self._printed_messages: set[str] = set()
 
-    def follow(self, view: CurrentView) -> None:
+    def follow_view(self, view: CurrentView) -> None:
         """Print on the first worker of `view`, which may change when workers leave."""
         self._view = view
 
     @property
-    def _first(self) -> bool:
+    def _is_first(self) -> bool:
         return (
             self._place.rank == 0 and not self._place.joining
             if self._view is None
             else self._view.is_first
         )
 
-    def say(self, text: str) -> None:
+    def announce(self, text: str) -> None:
         """Print `text` on stderr, unless it was said before."""
         text = text.removeprefix("paceline: ")
-        if self._first and text not in self._said:
+        if self._is_first and text not in self._printed_messages:
             print(f"paceline: {text}", file=sys.stderr, flush=True)
-        self._said.add(text)
+        self._printed_messages.add(text)
 
 
 class ExitHooks:
@@ -433,7 +454,7 @@ class ExitHooks:
     def __init__(self, run: Run) -> None:
         self._run, self._process = run, os.getpid()
 
-    def arm(self) -> Run:
+    def install_hooks(self) -> Run:
         """Hook into the end of this process, and return the run; `run.close` removes the hooks."""
         previous = sys.excepthook
 
@@ -441,30 +462,30 @@ class ExitHooks:
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
             # multiprocessing's threads call it, too, for errors of a connection that end nothing
-            if self._here() and threading.current_thread() is threading.main_thread():
-                parts_of(self._run).ending.fail(kind, error)
-            (show if previous is sys.__excepthook__ else previous)(kind, error, trace)
+            if self._is_own_process() and threading.current_thread() is threading.main_thread():
+                parts_of_run(self._run).ending.end_after_error(kind, error)
+            (show_exception if previous is sys.__excepthook__ else previous)(kind, error, trace)
 
         def close() -> None:
             try:
                 self._run.close()
-            except BRIEFLY as error:  # whose traceback is that of our own call here
-                show(type(error), error, None)
+            except BRIEF_ERRORS as error:  # whose traceback is that of our own call here
+                show_exception(type(error), error, None)
 
-        unregister = at_exit(close)
+        unregister = call_at_exit(close)
 
         def disarm() -> None:
             unregister()
             if sys.excepthook is hook:
                 sys.excepthook = previous
-            if isinstance(sys.exception(), BRIEFLY):  # on its way out of the `with` block
-                surface()
+            if isinstance(sys.exception(), BRIEF_ERRORS):  # on its way out of the `with` block
+                install_excepthook()
 
         sys.excepthook = hook
-        parts_of(self._run).ending.on_close(disarm)
+        parts_of_run(self._run).ending.on_close(disarm)
         return self._run
 
-    def _here(self) -> bool:
+    def _is_own_process(self) -> bool:
         """Whether this is the process that joined.
 
         Forked readers of a DataLoader inherit these hooks.

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.cluster import network, store_client
-from paceline.cluster.discover import Place, discover
-from paceline.cluster.machine import cores
-from paceline.cluster.store import Store, address, hosts
+from paceline.cluster.discover import Place, discover_place
+from paceline.cluster.machine import count_cores
+from paceline.cluster.store import Store, discover_hosts, find_own_address
 from paceline.comm.backend.issue import GroupMembers
 from paceline.comm.backend.process_group import GroupBackend
 from paceline.comm.group_protocol import Group
@@ -20,7 +20,7 @@ from paceline.comm.native import sockets
 from paceline.comm.native.default_group import DefaultProcessGroup
 from paceline.comm.native.torch_group import TorchGroup
 from paceline.errors import DeadlineExceeded, PlaceError, WorkerLost
-from paceline.workers.groups import WorkerContext, everyone
+from paceline.workers.groups import WorkerContext, make_group_of_all
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
     from torch._C._distributed_c10d import PrefixStore, TCPStore
@@ -33,19 +33,19 @@ NAME = "paceline"
 LAZY = object()  # asks for a group whose ranks don't wait for each other when it is made
 
 
-def create(options: Any, chosen: Any = None) -> GroupBackend:
+def create_process_group(options: Any, chosen: Any = None) -> GroupBackend:
     """Make the process group that torch.distributed asks for, of all ranks or of some of them.
 
     `chosen`: its options, None or `LAZY`.
     """
     rank, size, seconds = options.group_rank, options.group_size, options.timeout.total_seconds()
-    place = replace(_place(options.store), rank=rank, size=size, host_rank=None)
+    place = replace(_find_place(options.store), rank=rank, size=size, host_rank=None)
     store = Store(options.store, place.secret, path=NAME, deadline=seconds)
-    store_client.limit(options.store, seconds)
+    store_client.limit_answer_time(options.store, seconds)
 
     def meet() -> GroupMembers:
         try:
-            cluster = hosts(store, place)
+            cluster = discover_hosts(store, place)
         except DeadlineExceeded as error:
             who = f"the ranks of this process group are, among all, {', '.join(map(str, names))}"
             raise DeadlineExceeded(
@@ -57,15 +57,18 @@ def create(options: Any, chosen: Any = None) -> GroupBackend:
                 "that would tell which interface to use"
             )
             raise PlaceError(
-                f"{text}: {network.advice()}, or give init_process_group a TCPStore or "
+                f"{text}: {network.format_interface_advice()}, or give init_process_group a "
+                "TCPStore or "
                 "init_method='tcp://...'"
             )
         worker = WorkerContext(
-            place, store, cluster, torch.device("cpu"), seconds, _announce(rank), names=names
+            place, store, cluster, torch.device("cpu"), seconds, _make_announcer(rank), names=names
         )
         # the workers of this host, of which the group may have some
-        beside = max(place.local_size, len(cluster.of(rank).ranks))
-        return GroupMembers(everyone(worker), worker.cluster.names(), cores() / beside)
+        beside = max(place.local_size, len(cluster.host_of(rank).ranks))
+        return GroupMembers(
+            make_group_of_all(worker), worker.cluster.host_names(), count_cores() / beside
+        )
 
     names = tuple(options.global_ranks_in_group) or tuple(range(size))
     return GroupBackend(
@@ -73,11 +76,11 @@ def create(options: Any, chosen: Any = None) -> GroupBackend:
         names,
         meet,
         options.store,
-        pairs=_pairs(place, store, names, seconds, lazy=chosen is LAZY),
+        pairs=_make_pairs(place, store, names, seconds, lazy=chosen is LAZY),
     )
 
 
-def _pairs(
+def _make_pairs(
     place: Place, store: Store, names: tuple[int, ...], seconds: float, *, lazy: bool
 ) -> Any:
     """Make what carries messages between two ranks.
@@ -88,10 +91,17 @@ def _pairs(
     store.put(here[place.rank], True)
     try:
         return sockets.connect_gloo_unwatched(
-            address(place), store.sub("pairs").torch, place.rank, place.size, seconds, lazy=lazy
+            find_own_address(place),
+            store.open_substore("pairs").torch,
+            place.rank,
+            place.size,
+            seconds,
+            lazy=lazy,
         )
     except RuntimeError as error:
-        absent = tuple(name for name, key in zip(names, here, strict=True) if not store.has([key]))
+        absent = tuple(
+            name for name, key in zip(names, here, strict=True) if not store.has_keys([key])
+        )
         if not absent:
             raise WorkerLost(
                 f"the {place.size} ranks of a process group can't connect: "
@@ -107,19 +117,19 @@ def _pairs(
         ) from error
 
 
-def _place(store: Any) -> Place:
+def _find_place(store: Any) -> Place:
     """Place of this process: its launcher's, or that of `store` for a script's own rank."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     meeting = (store.host, store.port) if isinstance(store, TCPStore) else None
     try:
-        place = discover()
+        place = discover_place()
     except PlaceError:
         place = Place(hostname=socket.gethostname())
     return place if place.meeting is not None else replace(place, meeting=meeting)
 
 
-def _announce(rank: int) -> Any:
+def _make_announcer(rank: int) -> Any:
     return (
         (lambda text: print(f"paceline: {text}", file=sys.stderr, flush=True))
         if rank == 0
@@ -127,7 +137,7 @@ def _announce(rank: int) -> Any:
     )
 
 
-def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | None:
+def make_default_group(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | None:
     """Make torch.distributed's default group; None for groups of one or that may shrink."""
     place = worker_context.place
     if place.size == 1 or place.worker is not None:
@@ -138,12 +148,12 @@ def world(worker_context: WorkerContext, group: Group) -> DefaultProcessGroup | 
         else "gloo"
     )
     backend = NAME if worker_context.device.type == "cpu" else on_gpu
-    store, deadline = worker_context.store.sub("default").torch, worker_context.deadline
+    store, deadline = worker_context.store.open_substore("default").torch, worker_context.deadline
     found = DefaultProcessGroup(
         store,
         place.rank,
         place.size,
-        address=address(place),
+        address=find_own_address(place),
         deadline=deadline,
         backend=backend,
         options=LAZY if backend == NAME else None,

@@ -24,10 +24,10 @@ import torch
 from paceline.errors import CheckpointError
 from paceline.state.snapshot import DTYPES, Json
 
-MOST_BLOCKS: Final = 1 << 15  # of one tensor
-MOST_DIMS: Final = 64  # as in torch
+MAX_BLOCKS: Final = 1 << 15  # of one tensor
+MAX_DIMS: Final = 64  # as in torch
 # Dtypes whose elements are whole bytes. Others, such as quantized ones, can't be stored.
-_DENSE: Final = re.compile(r"b?(float|complex|int|uint)(8|16|32|64|128)(_\w+)?|bool")
+_STORABLE_DTYPES: Final = re.compile(r"b?(float|complex|int|uint)(8|16|32|64|128)(_\w+)?|bool")
 Box = tuple[tuple[int, int], ...]  # begin and end of a rectangle along each dim
 
 
@@ -48,10 +48,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     blocks: tuple[StoredBlock, ...]
 
-    def overlapping(self, box: Box) -> Iterator[tuple[StoredBlock, Box]]:
+    def iterate_overlaps(self, box: Box) -> Iterator[tuple[StoredBlock, Box]]:
         """Yield the blocks that overlap a box, each with the box of the overlap."""
         for block in self.blocks:
-            common = overlap(block.box, box)
+            common = intersect_boxes(block.box, box)
             if common is not None:
                 yield block, common
 
@@ -60,34 +60,34 @@ class StoredTensor:
 BlockIndex = dict[str, StoredTensor]
 
 
-def whole(shape: Sequence[int]) -> Box:
+def whole_box(shape: Sequence[int]) -> Box:
     """Box of a whole tensor."""
     return tuple((0, size) for size in shape)
 
 
-def sizes(box: Box) -> tuple[int, ...]:
+def box_shape(box: Box) -> tuple[int, ...]:
     """Shape of the rectangle with this box."""
     return tuple(end - begin for begin, end in box)
 
 
-def overlap(one: Box, other: Box) -> Box | None:
+def intersect_boxes(one: Box, other: Box) -> Box | None:
     """Intersect two boxes. None if they share no element. Boxes without dims share one element."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(begin < end for begin, end in common) else None
 
 
-def within(inner: Box, outer: Box) -> tuple[slice, ...]:
+def slice_within(inner: Box, outer: Box) -> tuple[slice, ...]:
     """Slices that select the box `inner` from a tensor with the box `outer`."""
     return tuple(
         slice(begin - low, end - low) for (begin, end), (low, _) in zip(inner, outer, strict=True)
     )
 
 
-def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
+def describe_coverage_error(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     """Describe why boxes don't cover each element of a shape exactly once. Empty if they do."""
-    nonempty = sorted(box for box in boxes if prod(sizes(box)))
-    frame = whole(shape)
-    outside = [box for box in nonempty if overlap(box, frame) != box]
+    nonempty = sorted(box for box in boxes if prod(box_shape(box)))
+    frame = whole_box(shape)
+    outside = [box for box in nonempty if intersect_boxes(box, frame) != box]
     if outside:
         return f"the block {outside[0]} is outside of {list(shape)}"
     # Boxes inside the shape that don't overlap cover it if they have as many elements. Each box is
@@ -100,11 +100,11 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
             crossing = (later[..., 0] < edges[index, :, 1]) & (edges[index, :, 0] < later[..., 1])
             if len(overlapping := np.flatnonzero(crossing.all(axis=1))):
                 return f"the blocks {box} and {nonempty[index + 1 + int(overlapping[0])]} overlap"
-    covered = sum(prod(sizes(box)) for box in nonempty)
+    covered = sum(prod(box_shape(box)) for box in nonempty)
     return "" if covered == prod(shape) else f"its blocks have {covered} of {prod(shape)} elements"
 
 
-def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
+def merge_indexes(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
     """Merge the indexes of several workers, which have blocks of the same logical tensors.
 
     Raises `CheckpointError` if an element is missing or written twice.
@@ -120,7 +120,7 @@ def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
         why = (
             "workers have it in different shapes or dtypes"
             if len(forms) > 1
-            else uncovered(entries[0].shape, (block.box for block in blocks))
+            else describe_coverage_error(entries[0].shape, (block.box for block in blocks))
         )
         if why:
             raise CheckpointError(
@@ -131,18 +131,18 @@ def merge(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
     return merged
 
 
-def stored_bytes(index: Mapping[str, StoredTensor]) -> dict[str, int]:
+def count_stored_bytes(index: Mapping[str, StoredTensor]) -> dict[str, int]:
     """Count the bytes of all blocks in each file."""
     counts: dict[str, int] = {}
     for tensor in index.values():
         for block in tensor.blocks:
             counts[block.file] = (
-                counts.get(block.file, 0) + prod(sizes(block.box)) * tensor.dtype.itemsize
+                counts.get(block.file, 0) + prod(box_shape(block.box)) * tensor.dtype.itemsize
             )
     return counts
 
 
-def to_json(index: Mapping[str, StoredTensor]) -> Json:
+def index_to_json(index: Mapping[str, StoredTensor]) -> Json:
     """Convert an index to JSON, for `index_from_json`."""
     return {
         path: {
@@ -161,7 +161,7 @@ def to_json(index: Mapping[str, StoredTensor]) -> Json:
     }
 
 
-def from_json(content: Json, *, partial: bool = False) -> BlockIndex:
+def index_from_json(content: Json, *, partial: bool = False) -> BlockIndex:
     """Read an index from the JSON of `index_to_json`.
 
     The JSON may come from a damaged or hostile file, so that everything in it is checked. Raises
@@ -173,18 +173,20 @@ def from_json(content: Json, *, partial: bool = False) -> BlockIndex:
     index: BlockIndex = {}
     for path, entry in content.items():
         try:
-            dtype, shape = form(entry["dtype"], entry["shape"])
+            dtype, shape = parse_tensor_form(entry["dtype"], entry["shape"])
             # Before blocks are compared, which could take hours for a hostile file.
-            if len(entry["blocks"]) > MOST_BLOCKS:
+            if len(entry["blocks"]) > MAX_BLOCKS:
                 raise ValueError(
-                    f"it is in {len(entry['blocks'])} blocks, and {MOST_BLOCKS} are possible"
+                    f"it is in {len(entry['blocks'])} blocks, and {MAX_BLOCKS} are possible"
                 )
             blocks = tuple(
-                StoredBlock(_box(block["box"]), _text(block["file"]), _text(block["key"]))
+                StoredBlock(
+                    _parse_box(block["box"]), _parse_name(block["file"]), _parse_name(block["key"])
+                )
                 for block in entry["blocks"]
             )
             tensor = StoredTensor(dtype, shape, blocks)
-            why = "" if partial else uncovered(shape, (block.box for block in blocks))
+            why = "" if partial else describe_coverage_error(shape, (block.box for block in blocks))
         except (LookupError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"its entry for {path} can't be read ({type(error).__name__}: {error})"
@@ -195,31 +197,31 @@ def from_json(content: Json, *, partial: bool = False) -> BlockIndex:
     return index
 
 
-def form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
+def parse_tensor_form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, ...]]:
     """Read the dtype and shape of a tensor from untrusted input.
 
     Raises ValueError, TypeError or LookupError.
     """
-    checked_shape = tuple(map(_count, shape))
+    checked_shape = tuple(map(_parse_size, shape))
     # `max`: torch computes strides of empty tensors too, and they may overflow as well.
-    if len(checked_shape) > MOST_DIMS or prod(max(1, size) for size in checked_shape) >= 1 << 60:
+    if len(checked_shape) > MAX_DIMS or prod(max(1, size) for size in checked_shape) >= 1 << 60:
         raise ValueError(f"no tensor has the shape {str(checked_shape)[:80]}")
-    if not _DENSE.fullmatch(dtype):
+    if not _STORABLE_DTYPES.fullmatch(dtype):
         raise ValueError(f"tensors of {dtype[:40]!r} can't be stored")
     return DTYPES[dtype], checked_shape
 
 
-def _count(value: Any) -> int:
+def _parse_size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 60:
         raise ValueError(f"{repr(value)[:40]} is not a size")
     return value
 
 
-def _text(value: Any) -> str:
+def _parse_name(value: Any) -> str:
     if type(value) is not str:
         raise ValueError(f"{value!r} is not a name")
     return value
 
 
-def _box(value: Any) -> Box:
-    return tuple((_count(begin), _count(end)) for begin, end in value)
+def _parse_box(value: Any) -> Box:
+    return tuple((_parse_size(begin), _parse_size(end)) for begin, end in value)

@@ -24,12 +24,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-ROW: Final = 2048  # words
+ROW_WORDS: Final = 2048  # words
 # Rows at a time: mixed words stay in a core's cache, or take 16 MB of a GPU's memory.
-PIECE, PIECE_ON_GPU = 32, 1024
+ROWS_AT_ONCE, ROWS_AT_ONCE_ON_GPU = 32, 1024
 
 
-def checksums(tensors: Sequence[Tensor]) -> list[int]:
+def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Compute the checksum of each tensor. Tensors are dense, and may have any dtype.
 
     It depends on the bytes in the order of elements, not on strides, device, dtype or shape.
@@ -38,17 +38,20 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     # the host in one copy.
     by_device: dict[torch.device, dict[Any, list[int]]] = {}
     for place, tensor in enumerate(tensors):
-        alike = (tensor.dtype, tensor.shape) if 0 < tensor.nbytes <= 8 * ROW else place
+        alike = (tensor.dtype, tensor.shape) if 0 < tensor.nbytes <= 8 * ROW_WORDS else place
         by_device.setdefault(tensor.device, {}).setdefault(alike, []).append(place)
     sums = [0] * len(tensors)
     for device, groups in by_device.items():
         largest = max(tensors[places[0]].nbytes * len(places) for places in groups.values())
-        rows = min(PIECE if device.type == "cpu" else PIECE_ON_GPU, 1 + largest // (8 * ROW))
-        buffer = torch.empty(rows * ROW, dtype=torch.int64, device=device)
+        rows = min(
+            ROWS_AT_ONCE if device.type == "cpu" else ROWS_AT_ONCE_ON_GPU,
+            1 + largest // (8 * ROW_WORDS),
+        )
+        buffer = torch.empty(rows * ROW_WORDS, dtype=torch.int64, device=device)
         numbers = [
-            _together([tensors[place] for place in places], buffer)
+            _sum_small_tensors([tensors[place] for place in places], buffer)
             if isinstance(alike, tuple)
-            else _number(tensors[alike], buffer)
+            else _sum_large_tensor(tensors[alike], buffer)
             for alike, places in groups.items()
         ]
         order = [place for places in groups.values() for place in places]
@@ -57,7 +60,7 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     return sums
 
 
-def flat(x: Tensor) -> Tensor:
+def view_bytes(x: Tensor) -> Tensor:
     """View the bytes of a dense tensor in the order of its elements, as 1-D uint8.
 
     They are copied, on the same device, if the tensor isn't contiguous.
@@ -67,7 +70,7 @@ def flat(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
-def _together(tensors: Sequence[Tensor], buffer: Tensor) -> Tensor:
+def _sum_small_tensors(tensors: Sequence[Tensor], buffer: Tensor) -> Tensor:
     """Compute checksums of tensors of one dtype and shape, with at most one row of words each.
 
     Returns one int64 per tensor, on their device. `buffer` is memory for mixed words.
@@ -77,20 +80,20 @@ def _together(tensors: Sequence[Tensor], buffer: Tensor) -> Tensor:
         stacked = torch.stack(
             [tensor.detach() for tensor in tensors[start : start + buffer.numel() // width]]
         )
-        data = flat(stacked).view(len(stacked), -1)
+        data = view_bytes(stacked).view(len(stacked), -1)
         rows = nn.functional.pad(data, (0, 8 * width - data.shape[1])).view(torch.int64)
         sums.append(
-            weighted(
-                _mixed(rows, buffer[: rows.numel()].view(rows.shape)),
-                _weights(0, rows.device)[:width],
+            multiply_matrix_vector(
+                _mix_words(rows, buffer[: rows.numel()].view(rows.shape)),
+                _make_weights(0, rows.device)[:width],
             )
         )
     return torch.cat(sums)
 
 
-def _number(x: Tensor, buffer: Tensor) -> Tensor:
+def _sum_large_tensor(x: Tensor, buffer: Tensor) -> Tensor:
     """Compute the checksum of one large tensor, or an empty one."""
-    data = flat(x)
+    data = view_bytes(x)
     word_bytes = data.numel() // 8 * 8
     head, rest = data[:word_bytes], data[word_bytes:]
     # torch views bytes as words only if their offset is a multiple of a word.
@@ -100,21 +103,21 @@ def _number(x: Tensor, buffer: Tensor) -> Tensor:
     if rest.numel():
         last = torch.cat([rest, rest.new_zeros(8 - rest.numel())]).view(torch.int64)
     level = 0
-    rows = _rows(words, last, level, buffer)
+    rows = _sum_rows(words, last, level, buffer)
     while rows.numel() > 1:
         level += 1
-        rows = _rows(rows, rows[:0], level, buffer)
+        rows = _sum_rows(rows, rows[:0], level, buffer)
     return rows if rows.numel() else rows.new_zeros(1)
 
 
-def _rows(words: Tensor, last: Tensor, level: int, buffer: Tensor) -> Tensor:
+def _sum_rows(words: Tensor, last: Tensor, level: int, buffer: Tensor) -> Tensor:
     """Compute the weighted sum of each row of words. `last` holds further words after them."""
-    weights, step = _weights(level, words.device), buffer.numel()
+    weights, step = _make_weights(level, words.device), buffer.numel()
     # `full` is the number of words in full rows. The rest makes a shorter row together with `last`:
     # to add `last` to `words` first would copy all of them.
-    full = words.numel() // ROW * ROW
+    full = words.numel() // ROW_WORDS * ROW_WORDS
     pieces = [
-        words[start : min(start + step, full)].view(-1, ROW) for start in range(0, full, step)
+        words[start : min(start + step, full)].view(-1, ROW_WORDS) for start in range(0, full, step)
     ]
     rest = words[full:]
     if last.numel():
@@ -122,39 +125,43 @@ def _rows(words: Tensor, last: Tensor, level: int, buffer: Tensor) -> Tensor:
     if rest.numel():
         pieces.append(rest.view(1, -1))
     sums = [
-        weighted(
-            _mixed(piece, buffer[: piece.numel()].view(piece.shape)), weights[: piece.shape[1]]
+        multiply_matrix_vector(
+            _mix_words(piece, buffer[: piece.numel()].view(piece.shape)), weights[: piece.shape[1]]
         )
         for piece in pieces
     ]
     return torch.cat(sums) if sums else words
 
 
-def _mixed(words: Tensor, buffer: Tensor) -> Tensor:
+def _mix_words(words: Tensor, buffer: Tensor) -> Tensor:
     """Compute x ^ (x >>> 32) of each word, into `buffer`."""
     # torch's shift of signed numbers copies the sign into the upper bits, so they are masked.
     torch.bitwise_right_shift(words, 32, out=buffer)
     return buffer.bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
 
 
-def weighted(rows: Tensor, weights: Tensor) -> Tensor:
+def multiply_matrix_vector(rows: Tensor, weights: Tensor) -> Tensor:
     """Multiply a matrix by a vector, modulo 2**64."""
     # CUDA has no matrix-vector product for integers.
-    return torch.mv(rows, weights) if rows.device.type == "cpu" else elementwise(rows, weights)
+    return (
+        torch.mv(rows, weights)
+        if rows.device.type == "cpu"
+        else multiply_elementwise(rows, weights)
+    )
 
 
-def elementwise(rows: Tensor, weights: Tensor) -> Tensor:
+def multiply_elementwise(rows: Tensor, weights: Tensor) -> Tensor:
     """Multiply a matrix by a vector element by element, on any device. Slower on CPUs."""
     return (rows * weights).sum(1)
 
 
 @lru_cache(maxsize=64)
-def _weights(level: int, device: torch.device) -> Tensor:
+def _make_weights(level: int, device: torch.device) -> Tensor:
     """Generate the odd weights of a level with SplitMix64 (Steele, Lea, Flood 2014).
 
     They are the same on all machines, and must never change.
     """
-    z = (np.arange(1, ROW + 1, dtype=np.uint64) + np.uint64(level * ROW)) * np.uint64(
+    z = (np.arange(1, ROW_WORDS + 1, dtype=np.uint64) + np.uint64(level * ROW_WORDS)) * np.uint64(
         0x9E3779B97F4A7C15
     )
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

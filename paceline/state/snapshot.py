@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.state.checksum import flat
+from paceline.state.checksum import view_bytes
 
 Json = Any  # values of json.dumps: dict, list, str, int, finite float, bool, None
 
@@ -33,13 +33,13 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     for kind in vars(torch).values()
     if isinstance(kind, torch.dtype)
 }
-WORD: Final = 8  # bytes
+WORD_BYTES: Final = 8  # bytes
 # Entry in the metadata of a module with the parts of its parameters that a worker has. It differs
 # between workers, and isn't saved.
-MARK: Final = "paceline.parts"
-_RESERVED: Final = "__metadata__"  # a name that safetensors uses itself
+PARTS_ENTRY: Final = "paceline.parts"
+_RESERVED_NAME: Final = "__metadata__"  # a name that safetensors uses itself
 # Dtypes that every version of safetensors can store.
-SAFE: Final = frozenset(
+SAFE_DTYPES: Final = frozenset(
     {
         "float64",
         "float32",
@@ -53,18 +53,18 @@ SAFE: Final = frozenset(
         "bool",
     }
 )
-_SEQUENCES: Final[dict[type, str]] = {
+_SEQUENCE_KINDS: Final[dict[type, str]] = {
     tuple: "tuple",
     torch.Size: "size",
     set: "set",
     frozenset: "frozenset",
 }
-_MAPPINGS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-_REBUILD: Final[dict[str, Callable[[Any], Any]]] = {
-    name: kind for kind, name in (_SEQUENCES | _MAPPINGS).items()
+_MAPPING_KINDS: Final[dict[type, str]] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_CONSTRUCTORS: Final[dict[str, Callable[[Any], Any]]] = {
+    name: kind for kind, name in (_SEQUENCE_KINDS | _MAPPING_KINDS).items()
 } | {"counter": lambda items: Counter(dict(items))}
 # Errors that decoding may raise for JSON that isn't a valid tree.
-UNREADABLE: Final = (
+DECODING_ERRORS: Final = (
     LookupError,
     TypeError,
     ValueError,
@@ -87,14 +87,14 @@ class Snapshot:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def unpack(self) -> Any:
+    def unpack_state(self) -> Any:
         """Make the state, of new objects.
 
         Tensors are copies. A tensor that was in several places of the state is one object again.
         """
-        return _Decoder(self.tensors).decode(self.tree)
+        return _Decoder(self.tensors).decode_value(self.tree)
 
-    def check(self) -> None:
+    def check_readable(self) -> None:
         """Raise `CheckpointError` if `unpack_state` couldn't read this snapshot.
 
         It may come from another version of paceline, or from another program.
@@ -102,33 +102,33 @@ class Snapshot:
         if type(self.version) is not int:
             raise CheckpointError(f"the version of a state must be a number, not {self.version!r}")
         try:
-            _Trial(self.tensors).decode(self.tree)
-        except UNREADABLE as error:
+            _TrialDecoder(self.tensors).decode_value(self.tree)
+        except DECODING_ERRORS as error:
             raise CheckpointError(
                 f"state can't be read ({type(error).__name__}: {error}); load it with the paceline "
                 "that wrote it"
             ) from error
 
-    def sha256(self) -> str:
+    def compute_sha256(self) -> str:
         """Hash the content, bit for bit.
 
         The version, the order of dicts, strides and devices are left out.
         """
-        digest = hashlib.sha256(json.dumps(_canonical(self.tree), sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps(_make_canonical(self.tree), sort_keys=True).encode())
         for path in sorted(self.tensors):
             tensor = self.tensors[path]
             digest.update(f"\n{path} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(raw(tensor).numpy().data)
+            digest.update(view_cpu_bytes(tensor).numpy().data)
         return digest.hexdigest()
 
-    def dumps(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """Convert to bytes that can be sent to another worker. `snapshot_from_bytes` reads them."""
-        stored, notes = lower(self.tensors)
+        stored, notes = convert_for_safetensors(self.tensors)
         head = json.dumps({"version": self.version, "tree": self.tree, "notes": notes}).encode()
         return struct.pack("<Q", len(head)) + head + safetensors.torch.save(stored)
 
 
-def loads(data: bytes) -> Snapshot:
+def snapshot_from_bytes(data: bytes) -> Snapshot:
     """Read a snapshot from the bytes of `Snapshot.to_bytes`.
 
     Raises `CheckpointError` for other bytes.
@@ -139,17 +139,17 @@ def loads(data: bytes) -> Snapshot:
         snapshot = Snapshot(
             head["version"],
             head["tree"],
-            lift(safetensors.torch.load(data[8 + length :]), head["notes"]),
+            restore_dtypes(safetensors.torch.load(data[8 + length :]), head["notes"]),
         )
-        snapshot.check()
-    except (struct.error, *UNREADABLE, safetensors.SafetensorError, CheckpointError) as error:
+        snapshot.check_readable()
+    except (struct.error, *DECODING_ERRORS, safetensors.SafetensorError, CheckpointError) as error:
         raise CheckpointError(
             f"{len(data)} bytes are not a snapshot ({error}); give the bytes of Snapshot.to_bytes"
         ) from error
     return snapshot
 
 
-def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
+def make_snapshot(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
     """Make a snapshot of nested state.
 
     Args:
@@ -163,19 +163,19 @@ def pack(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
         CheckpointError: A value can't be stored exactly. The message has its path.
     """
     encoder = _Encoder(copy=copy)
-    tree = encoder.encode(value, ())
+    tree = encoder.encode_value(value, ())
     return Snapshot(version, tree, encoder.tensors)
 
 
-def decode(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
+def decode_tree(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
     """Make the state of a part of a snapshot's tree.
 
     Each tensor that it refers to is read from `tensors` once, and copied.
     """
-    return _Decoder(tensors).decode(tree)
+    return _Decoder(tensors).decode_value(tree)
 
 
-def entries(tree: Json) -> dict[Any, Json]:
+def subtrees_by_key(tree: Json) -> dict[Any, Json]:
     """Subtrees of the items of a dict, by key. Empty if the tree isn't a dict."""
     if not isinstance(tree, dict):
         return {}
@@ -184,28 +184,28 @@ def entries(tree: Json) -> dict[Any, Json]:
     return dict(tree["items"]) if tree["$"] in ("dict", "ordered") else {}
 
 
-def path_of(tree: Json) -> str | None:
+def tensor_path(tree: Json) -> str | None:
     """Path of a tensor. None if the tree isn't a tensor."""
     return tree["path"] if isinstance(tree, dict) and tree.get("$") == "tensor" else None
 
 
-def contiguous(tree: Json, paths: Container[str]) -> Json:
+def drop_strides(tree: Json, paths: Container[str]) -> Json:
     """Copy a tree without the strides of some tensors, so that these become contiguous."""
     if isinstance(tree, list):
-        return [contiguous(item, paths) for item in tree]
+        return [drop_strides(item, paths) for item in tree]
     if not isinstance(tree, dict):
         return tree
-    if path_of(tree) in paths:
+    if tensor_path(tree) in paths:
         return {key: value for key, value in tree.items() if key != "stride"}
-    return {key: contiguous(value, paths) for key, value in tree.items()}
+    return {key: drop_strides(value, paths) for key, value in tree.items()}
 
 
-def raw(tensor: Tensor) -> Tensor:
+def view_cpu_bytes(tensor: Tensor) -> Tensor:
     """View the bytes of a dense tensor as 1-D uint8 on the CPU."""
-    return flat(tensor.detach().cpu())
+    return view_bytes(tensor.detach().cpu())
 
 
-def byte_tensor(body: bytes) -> Tensor:
+def copy_to_tensor(body: bytes) -> Tensor:
     """Copy bytes into a 1-D uint8 tensor, which groups can send."""
     return (
         torch.frombuffer(bytearray(body), dtype=torch.uint8)
@@ -214,15 +214,15 @@ def byte_tensor(body: bytes) -> Tensor:
     )
 
 
-def shaped(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+def view_as_tensor(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """View bytes (1-D uint8) as a tensor. They are copied if their address isn't aligned."""
     # Vector instructions crash the process on complex128 at an unaligned address.
-    if data.data_ptr() % max(dtype.itemsize, WORD):
+    if data.data_ptr() % max(dtype.itemsize, WORD_BYTES):
         data = data.clone()
     return data.view(dtype).view(shape)
 
 
-def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+def convert_dtypes(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
     """Convert tensors to dtypes that every version of safetensors can store.
 
     Complex tensors get a last dim of two reals. Tensors of other unsafe dtypes become bytes. All
@@ -235,7 +235,7 @@ def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, l
     notes: dict[str, list[Any]] = {}
     for path, tensor in tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
-        if dtype in SAFE:
+        if dtype in SAFE_DTYPES:
             stored[path] = tensor.detach()
         else:
             notes[path] = [dtype, list(tensor.shape)]
@@ -244,28 +244,34 @@ def plain(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, l
             stored[path] = (
                 torch.view_as_real(tensor.detach().resolve_conj().resolve_neg())
                 if has_real_view
-                else raw(tensor)
+                else view_cpu_bytes(tensor)
             )
     return stored, notes
 
 
-def lower(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
+def convert_for_safetensors(
+    tensors: Mapping[str, Tensor],
+) -> tuple[dict[str, Tensor], dict[str, list[Any]]]:
     """Convert tensors as `convert_dtypes` does, and to the CPU, in the form for safetensors.
 
     safetensors needs contiguous tensors that don't share their storage with others.
     """
-    stored, notes = plain(tensors)
+    stored, notes = convert_dtypes(tensors)
     for path, tensor in stored.items():
         dense = tensor.cpu().resolve_neg().contiguous()
         stored[path] = dense if dense.untyped_storage().nbytes() == dense.nbytes else dense.clone()
     return stored, notes
 
 
-def lift(stored: Mapping[str, Tensor], notes: Mapping[str, list[Any]]) -> dict[str, Tensor]:
+def restore_dtypes(
+    stored: Mapping[str, Tensor], notes: Mapping[str, list[Any]]
+) -> dict[str, Tensor]:
     """Convert tensors of `convert_dtypes` or `convert_for_safetensors` back, with their notes."""
     tensors = dict(stored)
     for path, (dtype, shape) in notes.items():
-        tensors[path] = shaped(stored[path].reshape(-1).view(torch.uint8), DTYPES[dtype], shape)
+        tensors[path] = view_as_tensor(
+            stored[path].reshape(-1).view(torch.uint8), DTYPES[dtype], shape
+        )
     return tensors
 
 
@@ -275,14 +281,14 @@ class _Encoder:
     def __init__(self, *, copy: bool) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._copy = copy
-        self._seen: dict[tuple[Any, ...], dict[str, Json]] = {}
+        self._trees_by_tensor: dict[tuple[Any, ...], dict[str, Json]] = {}
         # Tensors are identified by their addresses. If one were freed in between, another could get
         # its address.
-        self._alive: list[Tensor] = []
+        self._kept_alive: list[Tensor] = []
         # Ids of containers that are being encoded, to find containers that contain themselves.
-        self._open: set[int] = set()
+        self._open_containers: set[int] = set()
 
-    def encode(self, value: Any, path: tuple[str, ...]) -> Json:
+    def encode_value(self, value: Any, path: tuple[str, ...]) -> Json:
         """Convert a value at a path to a tree."""
         # The exact type: a subclass may have more state than its base.
         kind = type(value)
@@ -291,9 +297,9 @@ class _Encoder:
         if kind is float:
             return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
         if kind in (Tensor, nn.Parameter, nn.Buffer):
-            return self._tensor(value, path)
-        if kind is list or kind in _SEQUENCES or kind in _MAPPINGS:
-            return self._container(value, path)
+            return self._encode_tensor(value, path)
+        if kind is list or kind in _SEQUENCE_KINDS or kind in _MAPPING_KINDS:
+            return self._encode_container(value, path)
         if kind is bytes:
             return {"$": "bytes", "value": value.hex()}
         if kind is complex:
@@ -303,54 +309,58 @@ class _Encoder:
         if kind is np.ndarray or isinstance(value, np.generic):
             return {
                 "$": "array" if kind is np.ndarray else "scalar",
-                "of": self._tensor(self._numpy(value, path), path),
+                "of": self._encode_tensor(self._convert_numpy(value, path), path),
             }
-        raise self._refused(value, path)
+        raise self._make_refusal(value, path)
 
-    def _container(self, value: Any, path: tuple[str, ...]) -> Json:
-        if id(value) in self._open:
-            raise CheckpointError(f"state {_where(path)} contains itself; state must be a tree")
-        self._open.add(id(value))
+    def _encode_container(self, value: Any, path: tuple[str, ...]) -> Json:
+        if id(value) in self._open_containers:
+            raise CheckpointError(
+                f"state {_format_path(path)} contains itself; state must be a tree"
+            )
+        self._open_containers.add(id(value))
         kind = type(value)
         tree: Json
-        if kind in _MAPPINGS:
-            tree = self._mapping(value, path)
+        if kind in _MAPPING_KINDS:
+            tree = self._encode_mapping(value, path)
         else:
             # Sets have no order of their own, and equal states have to give equal trees.
             elements = sorted(value, key=repr) if kind in (set, frozenset) else value
-            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(elements)]
-            tree = items if kind is list else {"$": _SEQUENCES[kind], "items": items}
-        self._open.remove(id(value))
+            items = [
+                self.encode_value(item, (*path, str(index))) for index, item in enumerate(elements)
+            ]
+            tree = items if kind is list else {"$": _SEQUENCE_KINDS[kind], "items": items}
+        self._open_containers.remove(id(value))
         return tree
 
-    def _mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
+    def _encode_mapping(self, value: Mapping[Any, Any], path: tuple[str, ...]) -> Json:
         kind = type(value)
         if kind is dict and all(type(key) is str and key != "$" for key in value):
-            return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+            return {key: self.encode_value(item, (*path, key)) for key, item in value.items()}
         items = [
-            [self.encode(key, (*path, str(key))), self.encode(item, (*path, str(key)))]
+            [self.encode_value(key, (*path, str(key))), self.encode_value(item, (*path, str(key)))]
             for key, item in value.items()
         ]
-        tree = {"$": _MAPPINGS[kind], "items": items}
+        tree = {"$": _MAPPING_KINDS[kind], "items": items}
         # `nn.Module.state_dict` puts the versions of modules into this private attribute, and
         # `load_state_dict` reads it to convert states of older versions. If torch renamed it, such
         # states would be loaded as if they were new.
         if kind is OrderedDict and hasattr(value, "_metadata"):
             metadata = {
-                name: {key: item for key, item in entry.items() if key != MARK}
+                name: {key: item for key, item in entry.items() if key != PARTS_ENTRY}
                 for name, entry in value._metadata.items()
             }
-            tree["metadata"] = self.encode(OrderedDict(metadata), (*path, "_metadata"))
+            tree["metadata"] = self.encode_value(OrderedDict(metadata), (*path, "_metadata"))
         return tree
 
-    def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Json]:
+    def _encode_tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Json]:
         if (
             tensor.layout is not torch.strided
             or tensor.is_quantized
             or tensor.is_meta
             or tensor.is_nested
         ):
-            raise self._refused(tensor, path)
+            raise self._make_refusal(tensor, path)
         tensor = tensor.detach()
         # Tensors with the same memory and form are one tensor. Empty ones have no address.
         identity = tensor.data_ptr() if tensor.numel() else id(tensor)
@@ -363,13 +373,13 @@ class _Encoder:
             tensor.is_conj(),
             tensor.is_neg(),
         )
-        if key in self._seen:
-            return self._seen[key]
-        self._alive.append(tensor)
-        name = _unique(path, self.tensors)
+        if key in self._trees_by_tensor:
+            return self._trees_by_tensor[key]
+        self._kept_alive.append(tensor)
+        name = _make_unique_name(path, self.tensors)
         self.tensors[name] = stored = tensor.clone() if self._copy else tensor
         tree: dict[str, Json] = {"$": "tensor", "path": name}
-        self._seen[key] = tree
+        self._trees_by_tensor[key] = tree
         if not stored.is_contiguous():
             # `empty_like` has the order of the dims, but no gaps, which the tensor may have.
             stride = torch.empty_like(stored).stride()
@@ -377,15 +387,15 @@ class _Encoder:
                 tree["stride"] = list(stride)
         return tree
 
-    def _numpy(self, value: Any, path: tuple[str, ...]) -> Tensor:
+    def _convert_numpy(self, value: Any, path: tuple[str, ...]) -> Tensor:
         try:
             return torch.from_numpy(np.array(value))
         except TypeError:
             # Text, objects and dates: torch has no such dtypes.
-            raise self._refused(value, path) from None
+            raise self._make_refusal(value, path) from None
 
     @staticmethod
-    def _refused(value: Any, path: tuple[str, ...]) -> CheckpointError:
+    def _make_refusal(value: Any, path: tuple[str, ...]) -> CheckpointError:
         description = type(value).__qualname__
         if isinstance(value, Tensor):
             description += (
@@ -395,7 +405,7 @@ class _Encoder:
         elif isinstance(value, np.ndarray | np.generic):
             description += f" of {value.dtype}"
         return CheckpointError(
-            f"state {_where(path)} is a {description}, which can't be saved: "
+            f"state {_format_path(path)} is a {description}, which can't be saved: "
             "state is made of dense tensors, numpy arrays, numbers, text, None, "
             f"and dicts, lists, tuples and sets of these; let state_dict() convert it to these"
         )
@@ -406,36 +416,38 @@ class _Decoder:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._made: dict[str, Tensor] = {}
+        self._decoded_tensors: dict[str, Tensor] = {}
 
-    def decode(self, tree: Json) -> Any:
+    def decode_value(self, tree: Json) -> Any:
         """Make the value of a tree."""
         if isinstance(tree, list):
-            return [self.decode(item) for item in tree]
+            return [self.decode_value(item) for item in tree]
         if not isinstance(tree, dict):
             return tree
         if "$" not in tree:
-            return {key: self.decode(item) for key, item in tree.items()}
+            return {key: self.decode_value(item) for key, item in tree.items()}
         kind = tree["$"]
-        if kind in _REBUILD:
-            value = _REBUILD[kind](self._items(tree))
+        if kind in _CONSTRUCTORS:
+            value = _CONSTRUCTORS[kind](self._decode_items(tree))
             if "metadata" in tree:
-                value._metadata = self.decode(tree["metadata"])
+                value._metadata = self.decode_value(tree["metadata"])
             return value
-        return self._leaf(kind, tree)
+        return self._decode_leaf(kind, tree)
 
-    def _items(self, tree: Json) -> Iterator[Any]:
-        mapping = tree["$"] in _MAPPINGS.values()
+    def _decode_items(self, tree: Json) -> Iterator[Any]:
+        mapping = tree["$"] in _MAPPING_KINDS.values()
         return (
-            (self.decode(item[0]), self.decode(item[1])) if mapping else self.decode(item)
+            (self.decode_value(item[0]), self.decode_value(item[1]))
+            if mapping
+            else self.decode_value(item)
             for item in tree["items"]
         )
 
-    def _leaf(self, kind: str, tree: Json) -> Any:
+    def _decode_leaf(self, kind: str, tree: Json) -> Any:
         if kind == "tensor":
-            return self._tensor(tree)
+            return self._decode_tensor(tree)
         if kind in ("array", "scalar"):
-            array = self._tensor(tree["of"]).numpy()
+            array = self._decode_tensor(tree["of"]).numpy()
             return array if kind == "array" else array[()]
         value = tree.get("value")
         if kind == "float":
@@ -446,33 +458,33 @@ class _Decoder:
             return complex(*map(float.fromhex, value))
         if kind in ("dtype", "device"):
             return DTYPES[value] if kind == "dtype" else torch.device(value)
-        raise CheckpointError(_foreign(kind))
+        raise CheckpointError(_describe_unknown_kind(kind))
 
-    def _source(self, path: Json) -> Tensor:
+    def _find_source(self, path: Json) -> Tensor:
         if path not in self._tensors:
-            raise CheckpointError(_absent(path, self._tensors))
+            raise CheckpointError(_describe_missing_tensor(path, self._tensors))
         return self._tensors[path]
 
-    def _tensor(self, tree: Json) -> Tensor:
+    def _decode_tensor(self, tree: Json) -> Tensor:
         path = tree["path"]
-        if path not in self._made:
-            source, stride = self._source(path), tree.get("stride")
+        if path not in self._decoded_tensors:
+            source, stride = self._find_source(path), tree.get("stride")
             if stride is not None:
                 new = torch.empty_strided(
                     source.shape, stride, dtype=source.dtype, device=source.device
                 ).copy_(source)
             else:
                 new = source.clone(memory_format=torch.contiguous_format)
-            self._made[path] = new
-        return self._made[path]
+            self._decoded_tensors[path] = new
+        return self._decoded_tensors[path]
 
 
-class _Trial(_Decoder):
+class _TrialDecoder(_Decoder):
     """Decodes without copying tensors, only to see errors. Tiny tensors stand for real ones."""
 
-    def _tensor(self, tree: Json) -> Tensor:
-        source, stride = self._source(tree["path"]), tree.get("stride")
-        if stride is not None and not _dense(source.shape, stride):
+    def _decode_tensor(self, tree: Json) -> Tensor:
+        source, stride = self._find_source(tree["path"]), tree.get("stride")
+        if stride is not None and not _is_dense(source.shape, stride):
             raise CheckpointError(
                 f"the tensor {tree['path']!r} of shape {list(source.shape)} can't have the "
                 f"strides {stride}"
@@ -480,7 +492,7 @@ class _Trial(_Decoder):
         return torch.empty((1,) * bool(source.dim()), dtype=source.dtype).clone()
 
 
-def _dense(shape: Sequence[int], stride: Any) -> bool:
+def _is_dense(shape: Sequence[int], stride: Any) -> bool:
     """Whether a tensor with these strides has no gaps and no overlaps, in any order of its dims."""
     if (
         not isinstance(stride, list)
@@ -496,21 +508,21 @@ def _dense(shape: Sequence[int], stride: Any) -> bool:
     return all(0 <= step < 1 << 62 for step in stride)
 
 
-def _foreign(kind: Json) -> str:
+def _describe_unknown_kind(kind: Json) -> str:
     return (
         f"state has {kind!r}, which this version of paceline doesn't know; "
         "load it with the version that wrote it"
     )
 
 
-def _absent(path: str, tensors: Mapping[str, Tensor]) -> str:
+def _describe_missing_tensor(path: str, tensors: Mapping[str, Tensor]) -> str:
     return f"state refers to the tensor {path!r}, which is missing; it has {len(tensors)} others"
 
 
-def _canonical(tree: Json) -> Json:
+def _make_canonical(tree: Json) -> Json:
     """Copy a tree without the order of dicts and the strides of tensors."""
     if isinstance(tree, list):
-        return [_canonical(item) for item in tree]
+        return [_make_canonical(item) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if tree.get("$") == "tensor":
@@ -518,23 +530,23 @@ def _canonical(tree: Json) -> Json:
     if tree.get("$") in ("dict", "counter"):
         return {
             "$": tree["$"],
-            "items": sorted((_canonical(item) for item in tree["items"]), key=json.dumps),
+            "items": sorted((_make_canonical(item) for item in tree["items"]), key=json.dumps),
         }
-    return {key: _canonical(item) for key, item in tree.items()}
+    return {key: _make_canonical(item) for key, item in tree.items()}
 
 
-def _unique(path: tuple[str, ...], taken: Iterable[str]) -> str:
+def _make_unique_name(path: tuple[str, ...], taken: Iterable[str]) -> str:
     """Format a path as text that isn't taken yet.
 
     Paths whose keys differ only in their type, such as 1 and "1", get different suffixes.
     """
     name = "/".join(key.replace("~", "~0").replace("/", "~1") for key in path)
     candidate, suffix = name, 1
-    while candidate in taken or candidate == _RESERVED:
+    while candidate in taken or candidate == _RESERVED_NAME:
         suffix += 1
         candidate = f"{name}#{suffix}"
     return candidate
 
 
-def _where(path: tuple[str, ...]) -> str:
+def _format_path(path: tuple[str, ...]) -> str:
     return repr("/".join(path)) if path else "as a whole"

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.snapshot import UNREADABLE, Snapshot, pack
+from paceline.state.snapshot import DECODING_ERRORS, Snapshot, make_snapshot
 
-SHOWN = 5  # number of differences that a message lists
-UNOWNED = "parameters of no model"  # name of a part
+MAX_SHOWN_DIFFERENCES = 5  # number of differences that a message lists
+UNOWNED_PART = "parameters of no model"  # name of a part
 # Entry of a state, beside its parts, with the class of each optimizer and scheduler by name.
-CLASSES = "classes"
+CLASSES_ENTRY = "classes"
 
 
 @runtime_checkable
@@ -36,7 +36,7 @@ class Stateful(Protocol):
         ...
 
 
-class Versioned:
+class VersionedState:
     """The whole state of a run as named parts, with a version.
 
     The version changes together with the state: `advance_version` is called after each committed
@@ -51,11 +51,11 @@ class Versioned:
     def __init__(self, **parts: Stateful) -> None:
         self.version = 0
         self._parts: dict[str, Stateful] = {}
-        self._later = set[str]()
+        self._optional_parts = set[str]()
         for name, part in parts.items():
-            self.add(name, part)
+            self.add_part(name, part)
 
-    def add(self, name: str, part: Stateful, *, later: bool = False) -> None:
+    def add_part(self, name: str, part: Stateful, *, later: bool = False) -> None:
         """Add a part.
 
         Args:
@@ -69,11 +69,11 @@ class Versioned:
                 f"{name} is a {type(part).__qualname__} without state_dict and load_state_dict; "
                 "add both methods to have it saved"
             )
-        if name in self._parts or name == CLASSES:
+        if name in self._parts or name == CLASSES_ENTRY:
             raise UsageError(f"there is a {name!r} already; names in use: {', '.join(self._parts)}")
         self._parts[name] = part
         if later:
-            self._later.add(name)
+            self._optional_parts.add(name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,21 +85,23 @@ class Versioned:
         """The parts, in the order in which they were added."""
         return tuple(self._parts.values())
 
-    def advance(self) -> int:
+    def advance_version(self) -> int:
         """Increase the version after a change of the state. Returns the new version."""
         self.version += 1
         return self.version
 
-    def snapshot(self, *, copy: bool = True) -> Snapshot:
+    def take_snapshot(self, *, copy: bool = True) -> Snapshot:
         """Take a snapshot of the state.
 
         Without `copy` it has the tensors of the run themselves, and must be used before they
         change.
         """
         state = {name: part.state_dict() for name, part in self._parts.items()}
-        return pack({**state, CLASSES: self._classes()}, self.version, copy=copy)
+        return make_snapshot(
+            {**state, CLASSES_ENTRY: self._part_classes()}, self.version, copy=copy
+        )
 
-    def _classes(self) -> dict[str, str]:
+    def _part_classes(self) -> dict[str, str]:
         """Names of the classes of optimizers and schedulers.
 
         They are saved because torch accepts the state of another class, and uses the entries that
@@ -111,11 +113,11 @@ class Versioned:
             if isinstance(part, Optimizer | LRScheduler)
         }
 
-    def hash(self) -> str:
+    def compute_hash(self) -> str:
         """Compute the SHA-256 of the state. It is equal only if every bit is."""
-        return self.snapshot(copy=False).sha256()
+        return self.take_snapshot(copy=False).compute_sha256()
 
-    def restore(self, snapshot: Snapshot) -> tuple[str, ...]:
+    def restore_snapshot(self, snapshot: Snapshot) -> tuple[str, ...]:
         """Restore a snapshot, and take over its version. The snapshot can be used again.
 
         Args:
@@ -129,19 +131,24 @@ class Versioned:
             CheckpointError: The snapshot has other parts, parameters or shapes. Nothing is changed
                 then, and the message has the first differences. Or a part has refused its state.
         """
-        state = snapshot.unpack()
+        state = snapshot.unpack_state()
         # Everything that can be compared is compared before any part changes.
         try:
-            lines = self.differences(state)
-        except UNREADABLE as error:
+            lines = self.list_differences(state)
+        except DECODING_ERRORS as error:
             raise CheckpointError(
                 f"this state wasn't saved by a run ({type(error).__name__}: {error}); "
                 "use another one"
             ) from error
         if lines:
-            more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+            more = (
+                f" and {len(lines) - MAX_SHOWN_DIFFERENCES} more"
+                if len(lines) > MAX_SHOWN_DIFFERENCES
+                else ""
+            )
             raise CheckpointError(
-                f"this state belongs to other objects: {'; '.join(lines[:SHOWN])}{more}. "
+                "this state belongs to other objects: "
+                f"{'; '.join(lines[:MAX_SHOWN_DIFFERENCES])}{more}. "
                 "Build the same model and optimizers as "
                 f"in the run that saved it, or start from the beginning"
             )
@@ -152,7 +159,7 @@ class Versioned:
             # Parts may be a user's objects. An error of theirs names the part.
             try:
                 part.load_state_dict(state[name])
-                _check_settings(part)
+                _check_optimizer_settings(part)
             except (
                 ValueError,
                 TypeError,
@@ -169,7 +176,7 @@ class Versioned:
         self.version = snapshot.version
         return tuple(name for name in self._parts if name not in state)
 
-    def differences(self, state: Mapping[str, Any]) -> list[str]:
+    def list_differences(self, state: Mapping[str, Any]) -> list[str]:
         """List the differences of an unpacked state that keep it from being loaded here.
 
         Each is one sentence. Some parts can't be compared, so that loading may fail even if there
@@ -178,27 +185,27 @@ class Versioned:
         lines = [
             f"it lacks {name}, which is here"
             for name in self._parts
-            if name not in state and name not in self._later
+            if name not in state and name not in self._optional_parts
         ]
         lines += [
             f"it has {name}, which is not here"
             for name in state
-            if name not in self._parts and name != CLASSES
+            if name not in self._parts and name != CLASSES_ENTRY
         ]
         # States of older versions have no classes.
-        saved_classes = state.get(CLASSES, {})
+        saved_classes = state.get(CLASSES_ENTRY, {})
         lines += [
             f"{name} is a {saved_classes[name]} in it, a {kind} here"
-            for name, kind in self._classes().items()
+            for name, kind in self._part_classes().items()
             if saved_classes.get(name, kind) != kind
         ]
         for name, part in self._parts.items():
             if name not in state:
                 continue
             if isinstance(part, nn.Module):
-                lines += _model_differences(name, part.state_dict(), state[name])
+                lines += _list_model_differences(name, part.state_dict(), state[name])
             elif isinstance(part, Optimizer):
-                lines += _optimizer_differences(name, part, state[name])
+                lines += _list_optimizer_differences(name, part, state[name])
         return lines
 
 
@@ -209,23 +216,23 @@ class UnownedParameters:
     """
 
     def __init__(self) -> None:
-        self._all: list[Parameter] = []
+        self._parameters: list[Parameter] = []
 
-    def add(self, parameters: Iterable[Parameter], state: Versioned) -> None:
+    def add_parameters(self, parameters: Iterable[Parameter], state: VersionedState) -> None:
         """Add parameters. With the first ones, this object becomes a part of `state`."""
-        self._all += parameters
-        if self._all and UNOWNED not in state.names:
-            state.add(UNOWNED, self, later=True)
+        self._parameters += parameters
+        if self._parameters and UNOWNED_PART not in state.names:
+            state.add_part(UNOWNED_PART, self, later=True)
 
     def state_dict(self) -> list[Tensor]:
         """Values of all parameters."""
-        return [parameter.detach() for parameter in self._all]
+        return [parameter.detach() for parameter in self._parameters]
 
     def load_state_dict(self, state: Sequence[Tensor]) -> None:
         """Restore the values. Raises `ValueError` if the number, dtypes or shapes differ."""
         saved_forms, own_forms = (
-            [_form(value) for value in state],
-            [_form(parameter.detach()) for parameter in self._all],
+            [_format_form(value) for value in state],
+            [_format_form(parameter.detach()) for parameter in self._parameters],
         )
         if saved_forms != own_forms:
             raise ValueError(
@@ -234,7 +241,7 @@ class UnownedParameters:
             )
         # In place: optimizers hold these very tensors.
         with torch.no_grad():
-            for parameter, value in zip(self._all, state, strict=True):
+            for parameter, value in zip(self._parameters, state, strict=True):
                 parameter.copy_(value)
 
 
@@ -260,7 +267,7 @@ class WorkerGenerator:
             self.generator.set_state(state["state"].cpu())
 
 
-class Randomness:
+class GeneratorStates:
     """State of the random generators of this process.
 
     They are those of torch (for the CPU, and for `device` if it is a CUDA device), Python and
@@ -269,7 +276,7 @@ class Randomness:
 
     def __init__(self, device: torch.device | None = None, **more: Stateful) -> None:
         self._device = device if device is not None and device.type == "cuda" else None
-        self._more = more
+        self._more_parts = more
 
     def state_dict(self) -> dict[str, Any]:
         """State of each generator."""
@@ -278,7 +285,7 @@ class Randomness:
             "python": random.getstate(),
             "numpy": np.random.get_state(),
         }
-        state |= {name: part.state_dict() for name, part in self._more.items()}
+        state |= {name: part.state_dict() for name, part in self._more_parts.items()}
         return (
             state
             if self._device is None
@@ -294,26 +301,33 @@ class Randomness:
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
-        for name, part in self._more.items():
+        for name, part in self._more_parts.items():
             if name in state:
                 part.load_state_dict(state[name])
         if self._device is not None and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"].cpu(), self._device)
 
 
-def _model_differences(name: str, own: Mapping[str, Any], saved: Any) -> list[str]:
+def _list_model_differences(name: str, own: Mapping[str, Any], saved: Any) -> list[str]:
     """List differences in names, dtypes and shapes between a model's state and a saved one."""
     if not isinstance(saved, Mapping):
         return [f"{name} is a {type(saved).__qualname__} in it, a model here"]
-    lines = [f"{name}.{key} {_form(own[key])} is not in it" for key in own if key not in saved]
-    lines += [f"{name}.{key} {_form(saved[key])} is not here" for key in saved if key not in own]
-    changed = [key for key in own if key in saved and _form(own[key]) != _form(saved[key])]
+    lines = [
+        f"{name}.{key} {_format_form(own[key])} is not in it" for key in own if key not in saved
+    ]
+    lines += [
+        f"{name}.{key} {_format_form(saved[key])} is not here" for key in saved if key not in own
+    ]
+    changed = [
+        key for key in own if key in saved and _format_form(own[key]) != _format_form(saved[key])
+    ]
     return lines + [
-        f"{name}.{key} is {_form(saved[key])} in it, {_form(own[key])} here" for key in changed
+        f"{name}.{key} is {_format_form(saved[key])} in it, {_format_form(own[key])} here"
+        for key in changed
     ]
 
 
-def _optimizer_differences(name: str, optimizer: Optimizer, saved: Any) -> list[str]:
+def _list_optimizer_differences(name: str, optimizer: Optimizer, saved: Any) -> list[str]:
     """List differences between the sizes of an optimizer's groups and saved ones."""
     if not isinstance(saved, Mapping) or "param_groups" not in saved:
         return [f"{name} is no optimizer in it, a {type(optimizer).__qualname__} here"]
@@ -326,7 +340,7 @@ def _optimizer_differences(name: str, optimizer: Optimizer, saved: Any) -> list[
     return [f"{name} has groups of {saved_sizes} parameters in it, of {own_sizes} here"]
 
 
-def _check_settings(part: Stateful) -> None:
+def _check_optimizer_settings(part: Stateful) -> None:
     """Raise `ValueError` if an optimizer has loaded the state of another class.
 
     torch accepts such a state, and fails in the next step.
@@ -339,7 +353,7 @@ def _check_settings(part: Stateful) -> None:
         raise ValueError(f"it is of another optimizer, without {', '.join(dict.fromkeys(lacking))}")
 
 
-def _form(value: Any) -> str:
+def _format_form(value: Any) -> str:
     """Format the dtype and shape of a tensor, or the class of any other value."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from paceline.formatting import spoken
+from paceline.formatting import format_duration
 
-_BUCKETS: Final = 64  # points of a curve; an even number, as two become one
-SIGNS: Final = "▁▂▃▄▅▆▇█"
+_MAX_POINTS: Final = 64  # points of a curve; an even number, as two become one
+CURVE_CHARACTERS: Final = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class RunStatus:
     remark: str = ""
 
     @property
-    def name(self) -> str:
+    def curve_name(self) -> str:
         """Name of the value that has a curve. Empty without values."""
         return next(iter(self.values), "")
 
-    def fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Convert to a dict, for `from_fields`."""
         return asdict(self)
 
     @staticmethod
-    def read(fields: Mapping[str, Any]) -> RunStatus:
+    def from_fields(fields: Mapping[str, Any]) -> RunStatus:
         """Make a status from the dict of `to_fields`, which may have travelled as JSON."""
         return RunStatus(**{**fields, "curve": tuple(fields.get("curve", ()))})
 
@@ -70,31 +70,31 @@ class ValueCurve:
     """
 
     def __init__(self) -> None:
-        self._whole: list[float] = []
-        self._sum, self._count, self._each = 0.0, 0, 1
+        self._full_points: list[float] = []
+        self._sum, self._count, self._values_per_point = 0.0, 0, 1
 
-    def add(self, value: float) -> None:
+    def add_value(self, value: float) -> None:
         """Add the next value. A value that isn't finite is left out."""
         if not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1
-        if self._count == self._each:
-            self._whole.append(self._sum / self._count)
+        if self._count == self._values_per_point:
+            self._full_points.append(self._sum / self._count)
             self._sum, self._count = 0.0, 0
         # The curve is full: two neighbours become one point.
-        if len(self._whole) == _BUCKETS:
-            self._whole = [
+        if len(self._full_points) == _MAX_POINTS:
+            self._full_points = [
                 (one + other) / 2
-                for one, other in zip(self._whole[::2], self._whole[1::2], strict=True)
+                for one, other in zip(self._full_points[::2], self._full_points[1::2], strict=True)
             ]
-            self._each *= 2
+            self._values_per_point *= 2
 
-    def points(self) -> tuple[float, ...]:
+    def list_points(self) -> tuple[float, ...]:
         """Points so far."""
-        return (*self._whole, *([self._sum / self._count] if self._count else []))
+        return (*self._full_points, *([self._sum / self._count] if self._count else []))
 
 
-def line(status: RunStatus) -> str:
+def format_status(status: RunStatus) -> str:
     """Format a status as a line of text."""
     pieces = [] if status.epoch is None else [f"epoch {status.epoch}/{status.epochs}"]
     pieces += [
@@ -102,17 +102,17 @@ def line(status: RunStatus) -> str:
     ]
     pieces += [f"{name} {value:.4g}" for name, value in status.values.items()]
     pieces += [] if status.rate is None else [f"{status.rate:,.0f} samples/s"]
-    pieces += [shares(status.parts)] if status.parts else []
-    pieces += [] if status.left is None else [f"{spoken(status.left)} left"]
+    pieces += [format_part_shares(status.parts)] if status.parts else []
+    pieces += [] if status.left is None else [f"{format_duration(status.left)} left"]
     return "  ".join(filter(None, (*pieces, status.late, status.remark)))
 
 
-def shares(parts: Mapping[str, float]) -> str:
+def format_part_shares(parts: Mapping[str, float]) -> str:
     """Format the share of each part of a step."""
     return " ".join(f"{part} {share:.0%}" for part, share in parts.items())
 
 
-def sparkline(points: Iterable[float], width: int) -> str:
+def draw_sparkline(points: Iterable[float], width: int) -> str:
     """Draw a curve as a line of at most `width` characters, from ▁ (lowest) to █ (highest).
 
     Empty for fewer than two points.
@@ -126,5 +126,5 @@ def sparkline(points: Iterable[float], width: int) -> str:
     means = [sum(values[begin:end]) / (end - begin) for begin, end in itertools.pairwise(edges)]
     low, high = min(means), max(means)
     # A flat curve is drawn with the lowest character.
-    steps = (len(SIGNS) - 1) / (high - low) if high > low else 0.0
-    return "".join(SIGNS[round((mean - low) * steps)] for mean in means)
+    steps = (len(CURVE_CHARACTERS) - 1) / (high - low) if high > low else 0.0
+    return "".join(CURVE_CHARACTERS[round((mean - low) * steps)] for mean in means)

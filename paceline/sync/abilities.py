@@ -15,20 +15,20 @@ from torch.optim import Optimizer
 
 from paceline.comm.sample_queue import SampleQueue
 from paceline.sync.context import SyncContext
-from paceline.trace import Served
+from paceline.trace import ServerWork
 
 
 @runtime_checkable
 class StepObserver(Protocol):
     """A strategy that must be told of each step of an optimizer."""
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def note_optimizer_step(self, optimizer: Optimizer) -> None:
         """Handle a step that `optimizer` has just made."""
         ...
 
 
 @runtime_checkable
-class Converging(Protocol):
+class ConvergesReplicas(Protocol):
     """A strategy whose replicas must be made equal before they are evaluated or saved.
 
     Copies of parameters outside of the workers, such as on servers, count as replicas too.
@@ -40,7 +40,7 @@ class Converging(Protocol):
 
 
 @runtime_checkable
-class Replicated(Protocol):
+class HasSyncPoints(Protocol):
     """A strategy whose replicas differ at some times and are equal at others.
 
     Without this ability, `Sync.replicas_diverge` holds at all times.
@@ -88,7 +88,7 @@ class Recoverable(Protocol):
 
 
 @runtime_checkable
-class Unreplicated(Protocol):
+class KeepsUnreplicatedState(Protocol):
     """A strategy whose workers have state of their own, which another worker can take over."""
 
     @property
@@ -147,7 +147,7 @@ class RemoteClipping(Protocol):
 
 
 @runtime_checkable
-class Unlocked(Protocol):
+class LeavesLockstep(Protocol):
     """A strategy that lets workers train out of lockstep."""
 
     @property
@@ -165,7 +165,7 @@ class Unlocked(Protocol):
 
 
 @runtime_checkable
-class ServerKeeping(Protocol):
+class KeepsServers(Protocol):
     """A strategy that watches its servers and replaces lost ones."""
 
     @property
@@ -175,14 +175,14 @@ class ServerKeeping(Protocol):
 
 
 @runtime_checkable
-class ServerReports(Protocol):
+class ReportsServers(Protocol):
     """A strategy whose servers report their work at the end."""
 
     def facts(self) -> list[dict[str, Any]]:
         """Facts about the work of each server, for the summary."""
         ...
 
-    def served(self) -> list[Served]:
+    def served(self) -> list[ServerWork]:
         """Busy times of each server and their causes, for the timeline."""
         ...
 
@@ -201,16 +201,16 @@ class Abilities:
     """The abilities of the running strategy: each field is the strategy itself, or None."""
 
     observer: StepObserver | None = None
-    converging: Converging | None = None
-    replicated: Replicated | None = None
+    converging: ConvergesReplicas | None = None
+    replicated: HasSyncPoints | None = None
     recoverable: Recoverable | None = None
-    unreplicated: Unreplicated | None = None
+    unreplicated: KeepsUnreplicatedState | None = None
     lender: LendsGradients | None = None
     remote: RemoteOptimizer | None = None
     clipping: RemoteClipping | None = None
-    unlocked: Unlocked | None = None
-    keeping: ServerKeeping | None = None
-    reports: ServerReports | None = None
+    unlocked: LeavesLockstep | None = None
+    keeping: KeepsServers | None = None
+    reports: ReportsServers | None = None
 
     def converge(self) -> None:
         """Make replicas equal if the strategy lets them differ. Collective."""

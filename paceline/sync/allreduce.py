@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.codec.auto import auto
-from paceline.codec.codec import Codec, lift, plain
+from paceline.codec.codec import Codec, plain, to_codec
 from paceline.codec.coding import Coding, exact
 from paceline.comm.agreement import Agreement
 from paceline.comm.bucket_layout import (
@@ -32,12 +32,12 @@ from paceline.comm.bucket_layout import (
     scale_in_place,
 )
 from paceline.errors import Mismatch, UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.sync.base import Slot, check_strategy
-from paceline.sync.compressed import CompressedExchange, Kind
+from paceline.sync.compressed import CodecOptions, CompressedExchange
 from paceline.sync.context import SyncContext
 from paceline.sync.gradient_buckets import LARGE, LATE, SPARSE, USED, GradientBuckets
-from paceline.sync.routes import Reducer, Via, reducer
+from paceline.sync.routes import Reducer, Via, find_reducer_maker
 
 CODED = ("auto", "native")  # the ways that a codec can have
 
@@ -72,13 +72,13 @@ class AllReduce:
     bucket_mb: float = 8.0
     codec: Codec | Coding | auto | Literal["auto"] = field(default_factory=exact)
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
-        reducer(self.via)  # raises for an unknown name
+        find_reducer_maker(self.via)  # raises for an unknown name
         if self.codec == "auto":
             object.__setattr__(self, "codec", auto())
-        if self._lossy and self.via not in CODED:
+        if self._may_be_coded and self.via not in CODED:
             raise UsageError(
                 f"{self!r}: a codec has a way of its own to sum, so via={self.via!r} can't be "
                 "honoured; leave via out (exact inside a "
@@ -91,14 +91,14 @@ class AllReduce:
             )
 
     @property
-    def _lossy(self) -> bool:
+    def _may_be_coded(self) -> bool:
         """Whether gradients are coded, or may come to be."""
         if isinstance(self.codec, str):
             raise UsageError(
                 f"codec={self.codec!r} is unknown; as a string there is 'auto', else give a codec "
                 "such as int8()"
             )
-        return isinstance(self.codec, auto) or not isinstance(lift(self.codec), plain)
+        return isinstance(self.codec, auto) or not isinstance(to_codec(self.codec), plain)
 
     def begin(self, context: SyncContext) -> AllReduceSync:
         if context.cut_axes and isinstance(self.codec, auto):
@@ -107,10 +107,13 @@ class AllReduce:
                 "would decide by itself; name the codec"
             )
         coded = None
-        if self._lossy and not isinstance(self.codec, str):
+        if self._may_be_coded and not isinstance(self.codec, str):
             coded = CompressedExchange(context, self.codec, hosts=self.via != "native")
         return AllReduceSync(
-            context, reducer(self.via, coded=coded is not None), int(self.bucket_mb * 1e6), coded
+            context,
+            find_reducer_maker(self.via, coded=coded is not None),
+            int(self.bucket_mb * 1e6),
+            coded,
         )
 
 
@@ -138,7 +141,7 @@ class AllReduceSync:
         self._buckets = GradientBuckets(context, self._reducer, coded)
         self._slots: list[Slot] = []
         self._shapes: list[BucketShape] = []
-        self._kinds: list[Kind | None] = []
+        self._kinds: list[CodecOptions | None] = []
         self._flags = bytearray()
         self._all_used = b""  # the flags of a backward that reaches all parameters once
         self._order: list[int] = []
@@ -150,11 +153,13 @@ class AllReduceSync:
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:
-        self._buckets.release()
+        self._buckets.release_memory()
         self._slots = list(slots)
-        self._kinds = [None if self._coded is None else self._coded.kind(slot) for slot in slots]
+        self._kinds = [
+            None if self._coded is None else self._coded.choose_codecs(slot) for slot in slots
+        ]
         self._shapes = [
-            BucketShape.of_parameter(slot.parameter)._replace(kind=_kind(slot, kind))
+            BucketShape.of_parameter(slot.parameter)._replace(kind=_bucket_kind(slot, kind))
             for slot, kind in zip(slots, self._kinds, strict=True)
         ]
         self._flags = bytearray(len(slots))
@@ -169,12 +174,12 @@ class AllReduceSync:
         self._flags = bytearray(len(self._slots))
 
     def _rewind(self) -> None:
-        self._buckets.rewind()
+        self._buckets.forget_backward()
         self._flags = bytearray(len(self._slots))
 
     # ---- while backward runs
 
-    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+    def take_gradient(self, number: int, grad: Tensor, scale: float) -> None:
         if grad.is_sparse:
             self._take_sparse(number, grad, scale)
             return
@@ -233,11 +238,11 @@ class AllReduceSync:
 
     # ---- at its end
 
-    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+    def end_backward(self, where: str) -> list[tuple[int, Tensor]]:
         """End the outermost backward of this worker."""
         # All workers agree on the slots that any of them has used, and so on the buckets to send.
         flags, buckets = self._agree(where), self._buckets
-        buckets.finish(self._flags, flags)
+        buckets.finish_backward(self._flags, flags)
         # without buckets there are no homes
         means = {
             number: home[1]
@@ -350,7 +355,7 @@ class AllReduceSync:
         # another worker may leave before there are buckets again
         self._moving = layout = self.join_info() if layout is None else layout
         self._context, self._reducer = context, self._reducing(context)
-        self._buckets.move(context, self._reducer)
+        self._buckets.move_to_group(context, self._reducer)
         self._early.clear()
         self._sparse.clear()
         self._late.clear()
@@ -358,10 +363,10 @@ class AllReduceSync:
             self._coded.regroup()
         self.attach(self._slots)
         if self._coded is not None and layout is not None:
-            states = self._coded.kept
-            self._coded.follow(layout["coded"])
+            states = self._coded.all_states
+            self._coded.load_join_info(layout["coded"])
             self._lay_out(layout["order"], set(range(len(self._slots))) - {*layout["order"]})
-            self._coded.keep(states)
+            self._coded.restore_states(states)
         self._moving = None
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
@@ -379,7 +384,7 @@ class AllReduceSync:
         return self._coded is not None and self._coded.load_unreplicated_state(state)
 
     def detach(self) -> None:
-        self._buckets.release()
+        self._buckets.release_memory()
         self._reducer.close()
         if self._coded is not None:
             self._coded.close()
@@ -423,7 +428,7 @@ class AllReduceSync:
                 "parameter is trained here"
             )
         order = [numbers[name] for name in found[0]["order"] if name in numbers]
-        self._buckets.release()
+        self._buckets.release_memory()
         self._lay_out(
             order,
             {*numbers.values()} - {*order}
@@ -433,7 +438,7 @@ class AllReduceSync:
         self._coded.load_state_dicts([state["coded"] for state in found])
 
 
-def _kind(slot: Slot, codecs: Kind | None) -> Hashable:
+def _bucket_kind(slot: Slot, codecs: CodecOptions | None) -> Hashable:
     """Slots that share buckets.
 
     A bucket that is coded is alike on all workers only if all of it is replicated alike.

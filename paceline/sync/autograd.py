@@ -29,7 +29,7 @@ from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import GradientSource, Slot, Sync
 from paceline.sync.context import SyncContext
-from paceline.sync.gradient_guard import GRAPHLESS
+from paceline.sync.gradient_guard import NO_GRAPH
 from paceline.sync.joined_passes import JoiningTracker
 from paceline.sync.mixed_weights import MixedWeights
 from paceline.sync.transaction import Addends, Deliver, PlainTransaction, Transaction
@@ -64,7 +64,7 @@ class GradientTracker(JoiningTracker):
         self._begin_backward = begin_backward
         self.end_pass = functools.partial(end_backward, self)
         self._remote = abilities.remote is not None  # optimizers step elsewhere
-        overwrites = _never if abilities.lender is None else abilities.lender.overwrites
+        overwrites = _never_overwrites if abilities.lender is None else abilities.lender.overwrites
         self.watched = WatchedParameters(overwrites, self._set_apart_first, self._take_gradient)
         self.sources: list[GradientSource] = []
         self.transaction: Transaction = PlainTransaction(sync, context)
@@ -76,7 +76,7 @@ class GradientTracker(JoiningTracker):
         self.open = False
         self.is_silent = False  # it isn't exchanged
         self._scale = 1.0
-        self._deliver: Deliver = sync.ready
+        self._deliver: Deliver = sync.take_gradient
 
         # ---- this turn
         self.passes = 0  # exchanged
@@ -90,13 +90,13 @@ class GradientTracker(JoiningTracker):
 
     # ---- which parameters
 
-    def watch(self, slots: Sequence[Slot]) -> None:
+    def watch_slots(self, slots: Sequence[Slot]) -> None:
         """Follow parameters that are not followed yet, and hand all of them to the strategy.
 
         If optimizers step elsewhere, this is called again when an optimizer is prepared for
         parameters that had none.
         """
-        added, other_optimizers = self.watched.add(slots)
+        added, other_optimizers = self.watched.add_slots(slots)
         if added or (self._remote and other_optimizers):
             self.watched.copy_lent()
             self.sync.attach(self.watched.slots)
@@ -104,9 +104,9 @@ class GradientTracker(JoiningTracker):
     def watch_thawed(self) -> None:
         """Follow parameters that were frozen at `run.prepare` and are not any more."""
         if any(slot.parameter.requires_grad for slot in self.watched.frozen):
-            self.watch(self.watched.take_thawed())
+            self.watch_slots(self.watched.take_thawed())
 
-    def follow(self, source: GradientSource) -> None:
+    def follow_source(self, source: GradientSource) -> None:
         """Take gradients of cut parameters, which autograd doesn't add to, from `source` too."""
         self.sources.append(source)
         source.deliver_to(self)
@@ -114,28 +114,28 @@ class GradientTracker(JoiningTracker):
     def unwatch(self) -> list[Slot]:
         """Remove all hooks, and return the slots that were watched."""
         if self.mixed is not None:
-            self.mixed.clear()
-        return self.watched.remove()
+            self.mixed.clear_numbers()
+        return self.watched.remove_hooks()
 
     # ---- while backward runs
 
-    def _begin(self, *, idle: bool = False) -> None:
-        if not (idle or self.watched.guard.announced):
+    def _begin_pass(self, *, idle: bool = False) -> None:
+        if not (idle or self.watched.guard.is_pass_announced):
             self.watched.guard.follow_unannounced(first=not self.begun)
         self._begin_backward()
         step_state = self.context.step_state
         self.open = True
         self.begun += 1
         self._scale = 0.0 if step_state.ghost else step_state.scale
-        self._deliver = self.transaction.deliver()
-        if not self.joins:
+        self._deliver = self.transaction.gradient_receiver()
+        if not self.joining:
             self.is_silent = step_state.defer_exchange
-            call_at_end_of_backward(self._end)
+            call_at_end_of_backward(self._end_if_outermost)
 
     def _set_apart_first(self, watched: WatchedParameter) -> None:
         """Keep what `p.grad` holds, before autograd adds to it."""
         if not self.open:
-            self._begin()
+            self._begin_pass()
         watched.set_apart(silent=self.is_silent, overwrites=self.watched.overwrites)
 
     def _take_gradient(self, watched: WatchedParameter, parameter: Tensor) -> None:
@@ -146,10 +146,10 @@ class GradientTracker(JoiningTracker):
             return
         parameter.grad = None
         if not self.open:
-            self._begin()
+            self._begin_pass()
         if (
             self.is_silent
-            or watched.index in self.late
+            or watched.index in self.delayed
             or watched.unsent is not None
             or grad.requires_grad
         ):
@@ -158,12 +158,12 @@ class GradientTracker(JoiningTracker):
             watched.touched = True
             self._deliver(watched.index, grad, self._scale)
 
-    def take(self, parameter: Tensor, grad: Tensor) -> None:
+    def take_cut_gradient(self, parameter: Tensor, grad: Tensor) -> None:
         """Take the gradient of a cut parameter from a source; it is weighted already."""
         self.open_idle()
         watched = self.watched.by_id[id(parameter)]
         watched.set_apart(silent=self.is_silent, overwrites=self.watched.overwrites)
-        if self.is_silent or watched.index in self.late or watched.unsent is not None:
+        if self.is_silent or watched.index in self.delayed or watched.unsent is not None:
             self._add_up(watched, grad, 1.0)
         else:
             watched.touched = True
@@ -175,33 +175,33 @@ class GradientTracker(JoiningTracker):
         watched.set_apart(silent=self.is_silent, overwrites=self.watched.overwrites)
         watched.keep_unsent(total)
 
-    def weigh(self) -> float:
+    def pass_weight(self) -> float:
         """Weight of this worker's gradients in the pass under way; begins one if there is none."""
         if not self.open:
-            self._begin()
+            self._begin_pass()
         return self._scale
 
     def _add_up(self, watched: WatchedParameter, grad: Tensor, scale: float) -> None:
         """Take in a gradient of a silent pass, or of the first pass after silent ones."""
         if grad.requires_grad:
-            self._forget()
+            self._forget_pass()
             raise UsageError(
-                f"backward(create_graph=True) reached the parameter {watched.name}: {GRAPHLESS}"
+                f"backward(create_graph=True) reached the parameter {watched.name}: {NO_GRAPH}"
             )
         grad = grad.mul_(scale) if scale else torch.zeros_like(grad)
         unsent = watched.unsent
-        if self.is_silent or watched.index in self.late:
+        if self.is_silent or watched.index in self.delayed:
             watched.keep_unsent(grad if unsent is None else add_gradients(unsent, grad))
             return
         watched.keep_unsent(None)
         total = grad if unsent is None else add_gradients(grad, unsent)
         self._deliver(watched.index, total, 1.0)
 
-    def _end(self) -> None:
+    def _end_if_outermost(self) -> None:
         node = current_node()
         # this pass runs inside a node of another: wait for the end of that one
         if node is not None:
-            node.register_hook(lambda *_: call_at_end_of_backward(self._end))
+            node.register_hook(lambda *_: call_at_end_of_backward(self._end_if_outermost))
             return
         self.end_pass("backward")
 
@@ -244,16 +244,16 @@ class GradientTracker(JoiningTracker):
         """Make `p.grad` final, and count a pass whose exchange began at `started` (nanoseconds)."""
         mixed, part = self.mixed, self.context.step_state.share_of_step
         self.reached += bool(means)
-        uneven = mixed is not None and mixed.changes(part)
+        uneven = mixed is not None and mixed.record_part(part)
         self.watched.set_gradients(means, mixed, uneven=uneven)
         self.open = self.is_silent = False
         self.passes += 1
         self.owing = False
         self.meter.end_exchange(where, started)
 
-    def _forget(self) -> None:
+    def _forget_pass(self) -> None:
         self.open = self.is_silent = False
-        self.watched.forget()
+        self.watched.forget_pass()
         for source in self.sources:
             source.abort_pass()
         self.sync.abort()
@@ -267,14 +267,14 @@ class GradientTracker(JoiningTracker):
         step_state = self.context.step_state
         return 0.0 if step_state.ghost else step_state.scale
 
-    def join(self, where: str, *, due: bool = False) -> None:
+    def join_exchange(self, where: str, *, due: bool = False) -> None:
         """Join, with zeros, the exchanges of a turn in which backward reached no parameter here.
 
         With `due`, gradients are about to be used, so the rest of silent passes is exchanged too.
         """
         self.refuse_inside(where)
         if self.open:
-            self._forget()
+            self._forget_pass()
             raise UsageError(
                 f"a backward of step {self.context.step_state.step} ended with an error that was "
                 "caught, so its gradients were never exchanged; let the error end the run, "
@@ -283,7 +283,11 @@ class GradientTracker(JoiningTracker):
         expected = (not self.passes or self.owing) if due else not (self.passes or self.silenced)
         several = self.owing or self.sources or self.context.group.size > 1
         if expected and self.watched.parameters and several:
-            self.open, self.is_silent, self._deliver = True, False, self.transaction.deliver()
+            self.open, self.is_silent, self._deliver = (
+                True,
+                False,
+                self.transaction.gradient_receiver(),
+            )
             self.end_pass(where)
 
     def begin_turn(self) -> tuple[int, bool]:
@@ -295,7 +299,7 @@ class GradientTracker(JoiningTracker):
         """Go on with the turn around the one that has ended, from what `begin_turn` returned."""
         self.passes, self.silenced = turn
 
-    def silence(self, *, silent: bool) -> None:
+    def begin_silence(self, *, silent: bool) -> None:
         """Begin or end silent passes; the next pass after them is exchanged by all workers."""
         self.silenced = silent
         self.owing = self.owing or silent
@@ -304,11 +308,11 @@ class GradientTracker(JoiningTracker):
         """End passes by this transaction from now on."""
         self.transaction = transaction
 
-    def restore(self, priors: dict[int, Tensor], unsent: dict[int, Tensor]) -> None:
+    def restore_gradients(self, priors: dict[int, Tensor], unsent: dict[int, Tensor]) -> None:
         """Set gradients and sums of silent passes to these, by index of the parameter."""
-        self.watched.restore(priors, unsent)
+        self.watched.restore_gradients(priors, unsent)
         self.owing = bool(unsent)
 
 
-def _never(index: int, grad: Tensor) -> bool:
+def _never_overwrites(index: int, grad: Tensor) -> bool:
     return False

@@ -30,14 +30,14 @@ from paceline.errors import UsageError
 class PassListener(Protocol):
     """An object that is told of backward passes."""
 
-    def pass_begins(self) -> None:
+    def handle_pass(self) -> None:
         """Handle a pass that begins in the listener's thread, outside of any other pass.
 
         The pass may be over other parameters.
         """
         ...
 
-    def pass_elsewhere(self) -> None:
+    def handle_pass_elsewhere(self) -> None:
         """Handle a pass that begins in a thread without listeners.
 
         No pass is under way in the listener's own thread.
@@ -46,9 +46,9 @@ class PassListener(Protocol):
 
 
 # Attribute of a loss whose backward `run.step` has already run.
-STEPPED: Final = "_paceline_stepped"
+STEPPED_ATTRIBUTE: Final = "_paceline_stepped"
 # Guards the listeners. It is held while listeners are told, so passes begin one at a time.
-_REGISTRY: Final = threading.RLock()
+_LISTENERS_LOCK: Final = threading.RLock()
 
 
 class _ThreadMark(threading.local):
@@ -61,7 +61,7 @@ class _ThreadMark(threading.local):
         self.mark = object()
 
 
-_HERE: Final = _ThreadMark()
+_CURRENT_THREAD: Final = _ThreadMark()
 
 
 class AnnouncingEngine(torch._C._ImperativeEngine):
@@ -73,19 +73,19 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
     """
 
     def __init__(self, before: Any) -> None:
-        self.before = before
+        self.original_engine = before
         # Each listener with the mark of its thread. The tuple is replaced, never changed.
         self.listeners: tuple[tuple[object, weakref.ref[PassListener]], ...] = ()
         # Marks of the threads that run announced passes; nested passes repeat a mark.
-        self.running: list[object] = []
+        self.running_threads: list[object] = []
 
     def run_backward(self, *args: Any, **options: Any) -> Any:
-        if any(getattr(tensor, STEPPED, False) for tensor in args[0]):
+        if any(getattr(tensor, STEPPED_ATTRIBUTE, False) for tensor in args[0]):
             raise UsageError(
                 "run.step has already run the backward pass of this loss: leave out loss.backward()"
             )
-        own_thread = _HERE.mark
-        with _REGISTRY:
+        own_thread = _CURRENT_THREAD.mark
+        with _LISTENERS_LOCK:
             live_listeners = [
                 (thread, listener)
                 for thread, ref in self.listeners
@@ -95,19 +95,19 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
                 listener for thread, listener in live_listeners if thread == own_thread
             ]
             # A pass inside of another one, such as a reentrant checkpoint, is part of that one.
-            for listener in own_listeners if own_thread not in self.running else ():
-                listener.pass_begins()
+            for listener in own_listeners if own_thread not in self.running_threads else ():
+                listener.handle_pass()
             # Nothing listens in this thread: every listener might be meant.
             for thread, listener in live_listeners if not own_listeners else ():
-                if thread not in self.running:
-                    listener.pass_elsewhere()
-            self.running.append(own_thread)
+                if thread not in self.running_threads:
+                    listener.handle_pass_elsewhere()
+            self.running_threads.append(own_thread)
         try:
-            return self.before.run_backward(*args, **options)
+            return self.original_engine.run_backward(*args, **options)
         finally:
-            self.running.remove(own_thread)
+            self.running_threads.remove(own_thread)
 
-    def without(
+    def listeners_without(
         self, listener: PassListener
     ) -> tuple[tuple[object, weakref.ref[PassListener]], ...]:
         """Listeners that are still alive, except this one."""
@@ -116,24 +116,27 @@ class AnnouncingEngine(torch._C._ImperativeEngine):
         )
 
 
-def listen(listener: PassListener) -> AnnouncingEngine:
+def add_pass_listener(listener: PassListener) -> AnnouncingEngine:
     """Tell `listener` of passes from now on, for as long as it is alive.
 
     The calling thread becomes its own thread. Calling this twice is harmless.
     """
-    with _REGISTRY:
+    with _LISTENERS_LOCK:
         engine = Variable._execution_engine
         if not isinstance(engine, AnnouncingEngine):
             engine = Variable._execution_engine = AnnouncingEngine(engine)
-        engine.listeners = (*engine.without(listener), (_HERE.mark, weakref.ref(listener)))
+        engine.listeners = (
+            *engine.listeners_without(listener),
+            (_CURRENT_THREAD.mark, weakref.ref(listener)),
+        )
         return engine
 
 
-def leave(listener: PassListener) -> None:
+def remove_pass_listener(listener: PassListener) -> None:
     """Tell `listener` of no more passes; without listeners, torch gets its own engine back."""
-    with _REGISTRY:
+    with _LISTENERS_LOCK:
         engine = Variable._execution_engine
         if isinstance(engine, AnnouncingEngine):
-            engine.listeners = engine.without(listener)
+            engine.listeners = engine.listeners_without(listener)
             if not engine.listeners:
-                Variable._execution_engine = engine.before
+                Variable._execution_engine = engine.original_engine

@@ -88,14 +88,14 @@ class Sync(Protocol):
         """
         ...
 
-    def ready(self, number: int, grad: Tensor, scale: float) -> None:
+    def take_gradient(self, number: int, grad: Tensor, scale: float) -> None:
         """Take the part that backward adds to the gradient of slot `number`.
 
         `scale` is its weight in the mean; 0 means zeros.
         """
         ...
 
-    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
+    def end_backward(self, where: str) -> list[tuple[int, Tensor]]:
         """End the outermost backward, or join those of other ranks.
 
         Returns number and final addend of each slot that any rank has used.

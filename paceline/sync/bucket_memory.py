@@ -29,14 +29,14 @@ from paceline.comm.bucket_layout import Bucket
 class MemoryMaker(Protocol):
     """The part of a `Reducer` that makes further memory for buckets, and takes it back."""
 
-    def beside(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+    def allocate_substitute(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
-    def release(self, flat: Tensor) -> None: ...
+    def release_memory(self, flat: Tensor) -> None: ...
 
 
 # Measured, not assumed: it depends on how torch keeps the Python object of a gradient alive.
 @functools.cache
-def _of_grad() -> int:
+def _count_grad_references() -> int:
     """Number of references that a tensor gains when it becomes the gradient of a parameter."""
     parameter, grad = Parameter(torch.zeros(1)), torch.zeros(1)
     before = sys.getrefcount(grad)
@@ -64,31 +64,34 @@ class BucketCopy:
         self._storage = own_storage.untyped_storage()
         # This tensor would count as a use of the storage.
         del own_storage
-        self._uses, self._counts = self._used(), self._counted()
+        self._free_storage_uses, self._free_references = (
+            self._count_storage_uses(),
+            self._count_references(),
+        )
 
-    def _used(self) -> int:
+    def _count_storage_uses(self) -> int:
         # Private: breaks if torch no longer counts the tensors of a storage in its StorageImpl.
         return torch._C._storage_Use_Count(self._storage._cdata)
 
-    def _counted(self) -> list[int]:
+    def _count_references(self) -> list[int]:
         return list(map(sys.getrefcount, self.views))
 
-    def held(self, parameters: Sequence[Tensor]) -> bool:
+    def is_held(self, parameters: Sequence[Tensor]) -> bool:
         """Whether anything but the gradients of these parameters refers to this memory."""
-        if self._used() != self._uses:
+        if self._count_storage_uses() != self._free_storage_uses:
             return True
-        counts = self._counted()
-        if counts == self._counts:
+        counts = self._count_references()
+        if counts == self._free_references:
             return False
         raised = [
             index
-            for index, (count, usual) in enumerate(zip(counts, self._counts, strict=True))
+            for index, (count, usual) in enumerate(zip(counts, self._free_references, strict=True))
             if count > usual
         ]
         # A view that is p.grad has these references more, and that is its normal use.
-        grad_references = _of_grad()
+        grad_references = _count_grad_references()
         return any(
-            counts[index] - self._counts[index]
+            counts[index] - self._free_references[index]
             > (grad_references if parameters[index].grad is self.views[index] else 0)
             for index in raised
         )
@@ -101,39 +104,39 @@ class BucketCopies:
         self, index: int, bucket: Bucket, parameters: Sequence[Tensor], maker: MemoryMaker
     ) -> None:
         self._index, self._bucket, self._parameters, self._maker = index, bucket, parameters, maker
-        self._all = [BucketCopy(index, bucket, bucket.flat)]
-        self.memory = self._all[0]
+        self._copies = [BucketCopy(index, bucket, bucket.flat)]
+        self.current = self._copies[0]
 
-    def renew(self) -> bool:
+    def choose_memory(self) -> bool:
         """Choose memory for a bucket that is about to be written; say whether it changed.
 
         The first memory is chosen if it is free, else another one that is.
         """
-        first, current = self._all[0], self.memory
-        if not first.held(self._parameters):
-            self.memory = first
+        first, current = self._copies[0], self.current
+        if not first.is_held(self._parameters):
+            self.current = first
             return current is not first
-        if current is not first and not current.held(self._parameters):
+        if current is not first and not current.is_held(self._parameters):
             return False
         free = [
             memory
-            for memory in self._all[1:]
-            if memory is not current and not memory.held(self._parameters)
+            for memory in self._copies[1:]
+            if memory is not current and not memory.is_held(self._parameters)
         ]
         if not free:
-            free = [self._make()]
-            self._all += free
+            free = [self._allocate_copy()]
+            self._copies += free
         # One is enough: further free ones are left from a script that kept many at a time.
-        self.memory, *surplus = free
+        self.current, *surplus = free
         for memory in surplus:
-            self._all.remove(memory)
-            self._maker.release(memory.flat)
+            self._copies.remove(memory)
+            self._maker.release_memory(memory.flat)
         return True
 
-    def _make(self) -> BucketCopy:
+    def _allocate_copy(self) -> BucketCopy:
         flat = self._bucket.flat
         further = (
-            self._maker.beside(flat.numel(), flat.dtype)
+            self._maker.allocate_substitute(flat.numel(), flat.dtype)
             if flat.device.type == "cpu"
             else torch.empty_like(flat)
         )
@@ -142,8 +145,8 @@ class BucketCopies:
 
     def close(self) -> None:
         """Release all memories. Each is freed when nothing holds it any more."""
-        for memory in self._all:
-            self._maker.release(memory.flat)
+        for memory in self._copies:
+            self._maker.release_memory(memory.flat)
 
 
 class BucketMemory:
@@ -164,26 +167,26 @@ class BucketMemory:
         maker: MemoryMaker,
     ) -> None:
         self._buckets, self._home = buckets, home
-        self._all = [
+        self._copies_by_bucket = [
             BucketCopies(index, bucket, [parameters[n] for n in bucket.members], maker)
             for index, bucket in enumerate(buckets)
         ]
         for index in range(len(buckets)):
-            self._take(index)
+            self._move_bucket(index)
 
-    def renew(self) -> None:
+    def choose_memory(self) -> None:
         """Choose memory for all buckets, which are about to be written."""
-        for index, copies in enumerate(self._all):
-            if copies.renew():
-                self._take(index)
+        for index, copies in enumerate(self._copies_by_bucket):
+            if copies.choose_memory():
+                self._move_bucket(index)
 
-    def _take(self, index: int) -> None:
-        bucket, memory = self._buckets[index], self._all[index].memory
+    def _move_bucket(self, index: int) -> None:
+        bucket, memory = self._buckets[index], self._copies_by_bucket[index].current
         self._buckets[index] = bucket._replace(flat=memory.flat, views=memory.views)
         for parameter_index, home in zip(bucket.members, memory.homes, strict=True):
             self._home[parameter_index] = home
 
     def close(self) -> None:
         """Release the memory of all buckets."""
-        for copies in self._all:
+        for copies in self._copies_by_bucket:
             copies.close()

@@ -23,10 +23,12 @@ from torch import Tensor
 from paceline.codec.codec import Sum, Way
 from paceline.comm.group_protocol import Group, Work
 
-SMALL, LARGE = 4 << 10, 256 << 10  # elements of the two sums that measure a link
-QUICK = 5e-3  # seconds; a faster sum says little about the link, so a larger one is tried
-SAMPLE = 2048  # elements per step that are also summed exactly
-STRIDE = 7919  # elements that the sample moves by from step to step
+SMALL_NUMEL, LARGE_NUMEL = 4 << 10, 256 << 10  # elements of the two sums that measure a link
+SHORTEST_SECONDS = (
+    5e-3  # seconds; a faster sum says little about the link, so a larger one is tried
+)
+SAMPLE_NUMEL = 2048  # elements per step that are also summed exactly
+SAMPLE_STEP = 7919  # elements that the sample moves by from step to step
 
 
 class ExactRate(NamedTuple):
@@ -36,17 +38,17 @@ class ExactRate(NamedTuple):
     per_byte: float  # seconds per byte of the tensor
     sent: float  # bytes that a rank sends per byte of the tensor
 
-    def seconds(self, nbytes: float) -> float:
+    def predict_seconds(self, nbytes: float) -> float:
         """Seconds that the sum of a tensor of `nbytes` takes."""
         return self.latency + self.per_byte * nbytes
 
     @property
-    def link(self) -> float:
+    def link_bytes_per_second(self) -> float:
         """Bytes per second that a rank sends."""
         return self.sent / self.per_byte if self.per_byte > 0 else math.inf
 
 
-def measure(
+def measure_exact_rate(
     group: Group, device: torch.device, send: Callable[[Tensor], Work[Any]] | None = None
 ) -> ExactRate:
     """Measure how fast exact sums are in this group. Collective.
@@ -74,20 +76,22 @@ def measure(
         ).wait()
         return float(slowest[0])
 
-    small_seconds, numel, sent_before = time_sum(SMALL), LARGE, sent_by(group)
+    small_seconds, numel, sent_before = time_sum(SMALL_NUMEL), LARGE_NUMEL, count_sent_bytes(group)
     large_seconds = time_sum(numel)
     # Both sums took about as long: latency hides the rate of the link, so try larger tensors.
-    while (large_seconds < QUICK or large_seconds <= small_seconds) and numel < 16 * LARGE:
-        numel, sent_before = numel * 4, sent_by(group)
+    while (
+        large_seconds < SHORTEST_SECONDS or large_seconds <= small_seconds
+    ) and numel < 16 * LARGE_NUMEL:
+        numel, sent_before = numel * 4, count_sent_bytes(group)
         large_seconds = time_sum(numel)
-    sent_bytes = (sent_by(group) - sent_before) / 2
-    per_byte = max(large_seconds - small_seconds, 0.0) / (4 * (numel - SMALL))
+    sent_bytes = (count_sent_bytes(group) - sent_before) / 2
+    per_byte = max(large_seconds - small_seconds, 0.0) / (4 * (numel - SMALL_NUMEL))
     return ExactRate(
-        max(small_seconds - per_byte * 4 * SMALL, 0.0), per_byte, sent_bytes / (4 * numel)
+        max(small_seconds - per_byte * 4 * SMALL_NUMEL, 0.0), per_byte, sent_bytes / (4 * numel)
     )
 
 
-def sent_by(*groups: Group) -> int:
+def count_sent_bytes(*groups: Group) -> int:
     """Count the bytes that this worker has sent in these groups."""
     return sum(group.traffic.within + group.traffic.between for group in groups)
 
@@ -100,7 +104,7 @@ class ExchangeCost(NamedTuple):
     after: float  # on this processor, to decode
 
 
-def exposed(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float) -> float:
+def exposed_seconds(ready: Sequence[float], costs: Sequence[ExchangeCost], needed: float) -> float:
     """Seconds from `needed` until the last of these buckets arrives; 0 if all arrive before it.
 
     Encoding, the link and decoding work at the same time, each on one bucket after the other.
@@ -132,7 +136,7 @@ class BucketTrip:
     total: Tensor | None = None  # the same elements of the coded sum
 
 
-def timed(going: Way, trip: BucketTrip) -> Way:
+def time_coding(going: Way, trip: BucketTrip) -> Way:
     """Run `going`, and append its processor seconds to `trip.coding`.
 
     On a GPU this counts only the time to launch kernels.
@@ -169,16 +173,16 @@ class CodecAccount:
         self.rate: ExactRate | None = None
         self.turns: list[CodecTurn] = []
         self.errors: list[float] = []  # relative, of each turn whose sample was finite
-        self._fresh: list[tuple[str, float]] = []
+        self._latest: list[tuple[str, float]] = []
         # The exact sum of a sample under way, and the same elements of the coded sum.
         self._sample: tuple[Work[Tensor], Tensor] | None = None
 
-    def add(self, turn: CodecTurn) -> None:
+    def add_turn(self, turn: CodecTurn) -> None:
         """Add the figures of a turn that is over."""
         self.turns.append(turn)
-        self._fresh += [("codec_bytes", turn.sent), ("codec_seconds", turn.coding)]
+        self._latest += [("codec_bytes", turn.sent), ("codec_seconds", turn.coding)]
 
-    def compare(self, work: Work[Tensor], total: Tensor) -> None:
+    def keep_sample(self, work: Work[Tensor], total: Tensor) -> None:
         """Keep a sample to compare when its exact sum is done.
 
         Args:
@@ -187,23 +191,23 @@ class CodecAccount:
         """
         self._sample = work, total
 
-    def forget(self) -> None:
+    def drop_sample(self) -> None:
         """Drop the sample, as its group has been closed."""
         self._sample = None
 
-    def settle(self) -> None:
+    def read_sample(self) -> None:
         """Wait for the sample of the last turn, and record its error."""
         if self._sample is None:
             return
         (work, total), self._sample = self._sample, None
-        error = off(total, work.wait())
+        error = relative_error(total, work.wait())
         if math.isfinite(error):
             self.errors.append(error)
-            self._fresh.append(("codec_error", error))
+            self._latest.append(("codec_error", error))
 
-    def take(self) -> dict[str, float]:
+    def take_latest(self) -> dict[str, float]:
         """Hand out the figures since the last call, for the log."""
-        latest, self._fresh = dict(self._fresh), []
+        latest, self._latest = dict(self._latest), []
         return latest
 
     def facts(self) -> dict[str, Any] | None:
@@ -220,19 +224,19 @@ class CodecAccount:
             "turns": len(self.turns),
             **means,
             "error": statistics.fmean(self.errors) if self.errors else math.nan,
-            "link": self.rate.link,
+            "link": self.rate.link_bytes_per_second,
         }
 
 
-def off(approximate: Tensor, exact: Tensor) -> float:
+def relative_error(approximate: Tensor, exact: Tensor) -> float:
     """Relative error |approximate - exact| / |exact|; nan if `exact` is zero."""
     norm = float(exact.double().norm())
     return float((approximate.double() - exact.double()).norm()) / norm if norm > 0 else math.nan
 
 
-def sampled(x: Tensor, every: int, step: int) -> Tensor:
+def sample_elements(x: Tensor, every: int, step: int) -> Tensor:
     """Copy every `every`-th element of a flat tensor, starting elsewhere in each step."""
-    return x[step * STRIDE % every :: every].clone()
+    return x[step * SAMPLE_STEP % every :: every].clone()
 
 
 @dataclass(frozen=True)
@@ -257,7 +261,9 @@ class CodecVerdict:
     words: str = ""
 
 
-def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> CodecVerdict | None:
+def judge_codec(
+    facts: Iterable[dict[str, Any] | None], step: float, steps: int
+) -> CodecVerdict | None:
     """Judge a codec by the facts of all workers; None if no worker coded anything.
 
     Args:
@@ -289,10 +295,10 @@ def judge(facts: Iterable[dict[str, Any] | None], step: float, steps: int) -> Co
         step_seconds=step,
         gain=max(step + saved_per_step, 1e-9) / step if step > 0 else 1.0,
     )
-    return replace(verdict, words=_words(verdict, steps))
+    return replace(verdict, words=_explain_verdict(verdict, steps))
 
 
-def _words(verdict: CodecVerdict, steps: int) -> str:
+def _explain_verdict(verdict: CodecVerdict, steps: int) -> str:
     turn = "step" if verdict.turns * 1.1 > steps else "round"
     off_by = (
         f", and {verdict.compared} was {verdict.relative_error:.2g} of its size off"
@@ -300,13 +306,14 @@ def _words(verdict: CodecVerdict, steps: int) -> str:
         else ""
     )
     findings = (
-        f"{verdict.codec} sent {_megabytes(verdict.bytes_sent)} a {turn} "
+        f"{verdict.codec} sent {_format_megabytes(verdict.bytes_sent)} a {turn} "
         "where exact sums would have sent "
-        f"{_megabytes(verdict.bytes_exact)}; coding took {_seconds(verdict.coding_seconds)} of a "
+        f"{_format_megabytes(verdict.bytes_exact)}; "
+        f"coding took {_format_seconds(verdict.coding_seconds)} of a "
         f"processor{off_by}. On this link "
         f"({verdict.link_bytes_per_second * 8e-6:,.0f} Mbit/s out of each) "
-        f"{_seconds(verdict.shown_seconds)} of the exchange showed, with "
-        f"exact sums it would be about {_seconds(verdict.exact_shown_seconds)}: "
+        f"{_format_seconds(verdict.shown_seconds)} of the exchange showed, with "
+        f"exact sums it would be about {_format_seconds(verdict.exact_shown_seconds)}: "
     )
     if verdict.gain >= 1.02:
         return findings + f"it paid, steps are about {verdict.gain:.2f} times as fast."
@@ -318,9 +325,9 @@ def _words(verdict: CodecVerdict, steps: int) -> str:
     return findings + "it made no difference to the time. Exact sums would lose nothing."
 
 
-def _megabytes(count: float) -> str:
+def _format_megabytes(count: float) -> str:
     return f"{count / 1e6:.3g} MB"
 
 
-def _seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"

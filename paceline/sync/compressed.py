@@ -23,36 +23,41 @@ from paceline.codec.codec import (
     Codec,
     State,
     Wire,
-    alike,
-    fresh,
-    keeps,
-    lift,
-    merge,
+    have_same_residuals,
+    holds_residual,
+    make_fresh_state,
+    merge_states,
+    pick_residuals,
     plain,
-    residuals,
+    to_codec,
 )
-from paceline.codec.coding import NARROWED, Coding, seeded
+from paceline.codec.coding import NARROWED, Coding, make_generator
 from paceline.comm.bucket_layout import Bucket, BucketShape
 from paceline.comm.group_protocol import Group, Traffic, Work
 from paceline.comm.hierarchy.coded_all_reduce import CodedAllReduce
 from paceline.sync.base import Slot
-from paceline.sync.codec_auto import GAIN, ExactSteps, attempt, predict
+from paceline.sync.codec_auto import MIN_GAIN, ExactSteps, predict_step_seconds, try_codec
 from paceline.sync.codec_cost import (
-    SAMPLE,
+    SAMPLE_NUMEL,
     BucketTrip,
     CodecAccount,
     CodecTurn,
     ExactRate,
     ExchangeCost,
-    exposed,
-    measure,
-    sampled,
-    timed,
+    exposed_seconds,
+    measure_exact_rate,
+    sample_elements,
+    time_coding,
 )
 from paceline.sync.context import SyncContext
-from paceline.sync.residual_parts import Layout, adopted, parted, relaid
+from paceline.sync.residual_parts import (
+    BucketNames,
+    convert_states,
+    rebuild_states,
+    split_residuals,
+)
 
-Kind = tuple[Codec, ...]
+CodecOptions = tuple[Codec, ...]
 
 
 class CompressedExchange:
@@ -73,39 +78,39 @@ class CompressedExchange:
     """
 
     def __init__(self, context: SyncContext, codec: Codec | Coding | auto, *, hosts: bool) -> None:
-        self._context, self._hosts = context, hosts
+        self._context, self._by_hosts = context, hosts
         group = context.group
         chosen = codec.candidates if isinstance(codec, auto) else (codec,)
-        self._options, self._names = (
-            [lift(option) for option in chosen],
+        self._options, self._option_names = (
+            [to_codec(option) for option in chosen],
             [repr(option) for option in chosen],
         )
         # Index of the option in use. None: exact sums, until an option is chosen.
-        self._taken = None if isinstance(codec, auto) else 0
-        self._record = ExactSteps() if isinstance(codec, auto) else None
+        self._option = None if isinstance(codec, auto) else 0
+        self._exact_steps = ExactSteps() if isinstance(codec, auto) else None
         self._relay = CodedAllReduce(
-            group if hosts else _flat(group),
+            group if hosts else _without_hosts(group),
             max(option.stages for option in self._options),
             trace=context.trace,
         )
         context.extra_groups.append(self._relay)
-        self._narrowed = False  # float64 values are narrowed, which was announced
+        self._narrowing_announced = False  # float64 values are narrowed, which was announced
         self._buckets: Sequence[Bucket] = ()
         # Per bucket: the codec of its tensors for each option. None: always exact.
-        self._kinds: list[Kind | None] = []
+        self._codec_options: list[CodecOptions | None] = []
         self._codecs: list[Codec | None] = []  # per bucket: the codec in use; None: exact
         self._shapes: list[list[Size]] = []
-        self._layout: Layout = []
+        self._layout: BucketNames = []
         self._states: list[State] = []  # after the last turn that was committed
-        self._next: dict[int, State] = {}  # by bucket, after the sums of this turn
+        self._next_states: dict[int, State] = {}  # by bucket, after the sums of this turn
         # By bucket: the trips that ended since the last wait.
-        self._trips: dict[int, BucketTrip] = {}
-        self._every = 1  # the sample has one element of every `_every`
-        self._crossed = 0  # coded bytes sent up to the last wait
+        self._ended_trips: dict[int, BucketTrip] = {}
+        self._sample_stride = 1  # the sample has one element of every `_every`
+        self._counted_bytes = 0  # coded bytes sent up to the last wait
         self.account = CodecAccount(repr(codec))
         context.accounts.append(self.account)
 
-    def kind(self, slot: Slot) -> Kind | None:
+    def choose_codecs(self, slot: Slot) -> CodecOptions | None:
         """Codec of a parameter for each option; None if the parameter is exchanged exactly.
 
         Dtypes that aren't real numbers always are.
@@ -119,17 +124,17 @@ class CompressedExchange:
         chosen = tuple(option.choose(slot.name, slot.parameter.shape) for option in self._options)
         if all(isinstance(codec, plain) for codec in chosen):
             return None
-        if slot.parameter.dtype == torch.float64 and not self._narrowed:
-            self._narrowed = True
+        if slot.parameter.dtype == torch.float64 and not self._narrowing_announced:
+            self._narrowing_announced = True
             self._context.announce(NARROWED)
         return chosen
 
-    def lay_out(
+    def exchange_buckets(
         self,
         buckets: Sequence[Bucket],
         names: Sequence[str],
         shapes: Sequence[BucketShape],
-        kinds: Sequence[Kind | None],
+        kinds: Sequence[CodecOptions | None],
     ) -> None:
         """Exchange these buckets from now on. Collective.
 
@@ -141,9 +146,9 @@ class CompressedExchange:
             shapes: Shapes of the parameters.
             kinds: Result of `kind` for each parameter.
         """
-        residuals_by_name = parted(self.state_dict()["states"], self._layout)
+        residuals_by_name = split_residuals(self.state_dict()["states"], self._layout)
         self._buckets = buckets
-        self._kinds = [kinds[bucket.members[0]] for bucket in buckets]
+        self._codec_options = [kinds[bucket.members[0]] for bucket in buckets]
         self._shapes = [
             [Size(shapes[number].size_in_memory) for number in bucket.members] for bucket in buckets
         ]
@@ -153,25 +158,27 @@ class CompressedExchange:
         ]
         coded = [
             bucket.flat
-            for bucket, kind in zip(buckets, self._kinds, strict=True)
+            for bucket, kind in zip(buckets, self._codec_options, strict=True)
             if kind is not None
         ]
-        self._every = max(1, sum(flat.numel() for flat in coded) // SAMPLE)
+        self._sample_stride = max(1, sum(flat.numel() for flat in coded) // SAMPLE_NUMEL)
         beside = self._relay.leaders_beside
         if coded and self.account.rate is None and beside is not None:
             # A sum with `Traffic()` copies the counter, which goes on counting.
             before = beside.traffic + Traffic()
-            self.account.rate = measure(beside, coded[0].device)
+            self.account.rate = measure_exact_rate(beside, coded[0].device)
             self._context.probe_traffic.add_sent(beside.traffic - before)
-        self._take(self._taken)
-        self._states = relaid(self._states, self._layout, residuals_by_name)
+        self._use_option(self._option)
+        self._states = rebuild_states(self._states, self._layout, residuals_by_name)
 
-    def _take(self, option: int | None) -> None:
+    def _use_option(self, option: int | None) -> None:
         """Use the codecs of this option from now on, with empty states. None: exact sums."""
-        self._taken = option
+        self._option = option
         self._codecs, self._states = [], []
-        self._next.clear()
-        for kind, sizes, bucket in zip(self._kinds, self._shapes, self._buckets, strict=True):
+        self._next_states.clear()
+        for kind, sizes, bucket in zip(
+            self._codec_options, self._shapes, self._buckets, strict=True
+        ):
             codec = (
                 None
                 if kind is None or option is None or isinstance(kind[option], plain)
@@ -184,7 +191,7 @@ class CompressedExchange:
                 else {}
             )
 
-    def takes(self, index: int) -> bool:
+    def is_coded(self, index: int) -> bool:
         """Whether a bucket goes through a codec."""
         return self._codecs[index] is not None
 
@@ -206,28 +213,30 @@ class CompressedExchange:
                 groups,
                 scale=scale,
                 step=step,
-                draw=seeded(step, index, self._context.group.rank, flat_input.device),
+                draw=make_generator(step, index, self._context.group.rank, flat_input.device),
             )
             trip = BucketTrip(
-                index, flat_input.numel(), given=sampled(flat_input, self._every, step)
+                index,
+                flat_input.numel(),
+                given=sample_elements(flat_input, self._sample_stride, step),
             )
-            coded_sum = yield from timed(
+            coded_sum = yield from time_coding(
                 codec.sum(
                     flat_input,
                     self._shapes[index],
-                    self._next.get(index, self._states[index]),
+                    self._next_states.get(index, self._states[index]),
                     wire,
                 ),
                 trip,
             )
-            trip.total = sampled(coded_sum.total, self._every, step)
-            self._next[index], self._trips[index] = coded_sum.state, trip
+            trip.total = sample_elements(coded_sum.total, self._sample_stride, step)
+            self._next_states[index], self._ended_trips[index] = coded_sum.state, trip
             return coded_sum.total
 
         return self._relay.all_reduce(flat, sum_through_codec, name)
 
     @contextlib.contextmanager
-    def awaited(self, begun: Sequence[tuple[int, int]]) -> Iterator[None]:
+    def measure_wait(self, begun: Sequence[tuple[int, int]]) -> Iterator[None]:
         """Measure how long the block waits for buckets.
 
         `begun`: index of each bucket, and nanoseconds of `perf_counter_ns` at which it left.
@@ -235,62 +244,70 @@ class CompressedExchange:
         needed = time.perf_counter()
         yield
         waited = time.perf_counter() - needed
-        if self._taken is None and self._record is not None:
-            self._record.exchanged(
+        if self._option is None and self._exact_steps is not None:
+            self._exact_steps.record_wait(
                 waited,
                 [
                     (index, needed - departure * 1e-9)
                     for index, departure in begun
-                    if self._kinds[index] is not None
+                    if self._codec_options[index] is not None
                 ],
             )
             return
         # Only leaders have trips, and only they keep an account.
         rate, beside, departures = self.account.rate, self._relay.leaders_beside, dict(begun)
-        trips = [self._trips.pop(index) for index in sorted(departures) if index in self._trips]
+        trips = [
+            self._ended_trips.pop(index)
+            for index in sorted(departures)
+            if index in self._ended_trips
+        ]
         if not trips or rate is None or beside is None:
             return
         ready, costs = (
             [departures[trip.index] * 1e-9 for trip in trips],
-            [ExchangeCost(0.0, rate.seconds(4 * trip.numel), 0.0) for trip in trips],
+            [ExchangeCost(0.0, rate.predict_seconds(4 * trip.numel), 0.0) for trip in trips],
         )
-        before, self._crossed = self._crossed, self._relay.coded_bytes
-        self.account.add(
+        before, self._counted_bytes = self._counted_bytes, self._relay.coded_bytes
+        self.account.add_turn(
             CodecTurn(
-                sent=self._crossed - before,
+                sent=self._counted_bytes - before,
                 exact=rate.sent * 4 * sum(trip.numel for trip in trips),
                 coding=sum(sum(trip.coding) for trip in trips),
                 shown=waited,
-                exact_shown=exposed(ready, costs, needed),
+                exact_shown=exposed_seconds(ready, costs, needed),
             )
         )
         # The exact sum of a sample is read one turn later, so that it overlaps with the next turn.
-        self.account.settle()
+        self.account.read_sample()
         given, total = (
             torch.cat([side for trip in trips if (side := getattr(trip, name)) is not None])
             for name in ("given", "total")
         )
-        self.account.compare(beside.all_reduce(given, out=given), total)
+        self.account.keep_sample(beside.all_reduce(given, out=given), total)
 
     def commit(self) -> None:
         """Keep the new states of this turn, as the turn has succeeded."""
         # A streamed bucket may arrive during this loop, on another thread. Then its state is kept
         # with the next turn: only entries seen here are deleted.
-        for index in list(self._next):
-            self._states[index] = self._next[index]
-            del self._next[index]
-        if self._taken is None and self._record is not None and self._record.over():
-            record = self._record
-            self._context.agreement.attempt_call(lambda: self._choose(record))
+        for index in list(self._next_states):
+            self._states[index] = self._next_states[index]
+            del self._next_states[index]
+        if self._option is None and self._exact_steps is not None and self._exact_steps.end_step():
+            record = self._exact_steps
+            self._context.agreement.attempt_call(lambda: self._choose_option(record))
 
-    def _choose(self, record: ExactSteps) -> None:
+    def _choose_option(self, record: ExactSteps) -> None:
         """Choose the option with the largest predicted gain, if it is at least GAIN. Collective."""
         # All leaders try each option on the largest coded bucket.
         largest = max(
-            (n for n, kind in enumerate(self._kinds) if kind is not None),
+            (n for n, kind in enumerate(self._codec_options) if kind is not None),
             key=lambda n: self._buckets[n].flat.numel(),
         )
-        kind, rate, beside = self._kinds[largest], self.account.rate, self._relay.leaders_beside
+        kind, rate, beside = (
+            self._codec_options[largest],
+            self.account.rate,
+            self._relay.leaders_beside,
+        )
         own_predictions = None
         if rate is not None and beside is not None and kind is not None:
             sizes, before = (
@@ -299,16 +316,17 @@ class CompressedExchange:
             )
             flat, shapes = self._buckets[largest].flat.float(), self._shapes[largest]
             own_predictions = [
-                predict(record, attempt(codec, flat, shapes, beside), sizes, rate) for codec in kind
+                predict_step_seconds(record, try_codec(codec, flat, shapes, beside), sizes, rate)
+                for codec in kind
             ]
             self._context.probe_traffic.add_sent(beside.traffic - before)
         answers = [
             msgpack.unpackb(body)
             for body in self._context.agreement.meet(
-                "codec", msgpack.packb([record.step, own_predictions])
+                "codec", msgpack.packb([record.step_seconds, own_predictions])
             )
         ]
-        self._record = None
+        self._exact_steps = None
         # A step takes as long as on the slowest worker. Workers that lead no host predict nothing.
         exact_seconds = max(seconds for seconds, _ in answers)
         predicted = [
@@ -318,55 +336,55 @@ class CompressedExchange:
         fastest = min(range(len(predicted)), key=predicted.__getitem__)
         words = (
             f"{exact_seconds * 1e3:.0f} ms a step with exact sums, "
-            f"{predicted[fastest] * 1e3:.0f} ms predicted with {self._names[fastest]}"
+            f"{predicted[fastest] * 1e3:.0f} ms predicted with {self._option_names[fastest]}"
         )
-        if exact_seconds < GAIN * predicted[fastest]:
+        if exact_seconds < MIN_GAIN * predicted[fastest]:
             self._context.announce(f"codec: {words}, so sums stay exact")
             return
-        self._context.tell(
+        self._context.announce_event(
             f"codec: {words}, which is taken from step {self._context.step_state.step} on"
         )
-        self.account.codec = self._names[fastest]
-        self._take(fastest)
+        self.account.codec = self._option_names[fastest]
+        self._use_option(fastest)
 
     def abort(self, index: int | None = None) -> None:
         """Discard the new states of this turn: of all buckets, or of the one at `index`."""
-        for bucket_index in [*self._next] if index is None else [index]:
-            self._next.pop(bucket_index, None)
-        self._trips.clear()
+        for bucket_index in [*self._next_states] if index is None else [index]:
+            self._next_states.pop(bucket_index, None)
+        self._ended_trips.clear()
 
     def regroup(self) -> None:
         """Continue in another group, whose hosts may have other leaders."""
         group = self._context.group
         self._relay = CodedAllReduce(
-            group if self._hosts else _flat(group),
+            group if self._by_hosts else _without_hosts(group),
             max(option.stages for option in self._options),
             trace=self._context.trace,
         )
-        self._crossed = 0
-        self.account.forget()
+        self._counted_bytes = 0
+        self.account.drop_sample()
         self._context.extra_groups.append(self._relay)
-        self._trips.clear()
+        self._ended_trips.clear()
 
     def join_info(self) -> list[Any]:
         """The chosen codec and the rate of the link, for a worker that joins."""
         rate = self.account.rate
-        return [self._taken, self._record is None, None if rate is None else list(rate)]
+        return [self._option, self._exact_steps is None, None if rate is None else list(rate)]
 
-    def follow(self, layout: list[Any]) -> None:
+    def load_join_info(self, layout: list[Any]) -> None:
         """Use the codec and the rate from another worker's `join_info`."""
         taken, is_chosen, rate = layout
-        self._taken = taken
-        self._record = None if is_chosen else self._record
+        self._option = taken
+        self._exact_steps = None if is_chosen else self._exact_steps
         if self.account.rate is None and rate is not None:
             self.account.rate = ExactRate(*rate)
 
     @property
-    def kept(self) -> tuple[list[State], dict[int, State]]:
+    def all_states(self) -> tuple[list[State], dict[int, State]]:
         """States of all buckets, and the new states of this turn."""
-        return self._states, dict(self._next)
+        return self._states, dict(self._next_states)
 
-    def keep(self, states_and_next: tuple[list[State], dict[int, State]]) -> None:
+    def restore_states(self, states_and_next: tuple[list[State], dict[int, State]]) -> None:
         """Restore the states in `kept`, after `regroup` and `lay_out` of the same buckets.
 
         New leaders begin with empty states.
@@ -376,13 +394,13 @@ class CompressedExchange:
             self._states = [
                 old if old else new for old, new in zip(old_states, self._states, strict=True)
             ]
-            self._next = next_states
+            self._next_states = next_states
 
     def close(self) -> None:
         """End threads and groups."""
         self._context.extra_groups.remove(self._relay)
         self._relay.close()
-        self._trips.clear()
+        self._ended_trips.clear()
 
     # ---- state
 
@@ -397,21 +415,21 @@ class CompressedExchange:
         Empty on a worker that doesn't lead its host.
         """
         states = (
-            [self._next.get(index, state) for index, state in enumerate(self._states)]
+            [self._next_states.get(index, state) for index, state in enumerate(self._states)]
             if self._relay.is_leader
             else []
         )
-        return {"codec": self._name(self._taken), "layout": self._layout, "states": states}
+        return {"codec": self._option_name(self._option), "layout": self._layout, "states": states}
 
     @property
     def has_unreplicated_state(self) -> bool:
         """Whether this worker alone has any residuals."""
-        return self._relay.is_leader and any(map(keeps, self._states))
+        return self._relay.is_leader and any(map(holds_residual, self._states))
 
     def unreplicated_state(self) -> dict[str, Any] | None:
         """Residuals that this worker alone has; None if it has none."""
         return (
-            {"residuals": [residuals(state) for state in self._states]}
+            {"residuals": [pick_residuals(state) for state in self._states]}
             if self.has_unreplicated_state
             else None
         )
@@ -421,22 +439,24 @@ class CompressedExchange:
 
         Buckets in `stale` are left out. Returns False if the residuals don't fit.
         """
-        taken_over, own = state["residuals"], [residuals(state) for state in self._states]
+        taken_over, own = state["residuals"], [pick_residuals(state) for state in self._states]
         if not (
             self._relay.is_leader
             and len(taken_over) == len(own)
-            and all(map(alike, own, taken_over))
+            and all(map(have_same_residuals, own, taken_over))
         ):
             return False
         for index in (index for index in range(len(taken_over)) if index not in stale):
-            self._states[index] = merge([self._states[index], taken_over[index]])
+            self._states[index] = merge_states([self._states[index], taken_over[index]])
             # Also in the state that `commit` will keep, which would overwrite the line above.
-            if index in self._next:
-                self._next[index] = merge([self._next[index], taken_over[index]])
+            if index in self._next_states:
+                self._next_states[index] = merge_states(
+                    [self._next_states[index], taken_over[index]]
+                )
         return True
 
-    def _name(self, option: int | None) -> str:
-        return "exact" if option is None else self._names[option]
+    def _option_name(self, option: int | None) -> str:
+        return "exact" if option is None else self._option_names[option]
 
     def load_state_dicts(self, found: Sequence[dict[str, Any]]) -> None:
         """Load the `state_dict` of every worker.
@@ -444,20 +464,20 @@ class CompressedExchange:
         Residuals of former leaders are dealt out to the present leaders, which send them later.
         """
         saved_states = [state["states"] for state in found if state["states"]]
-        written = next((state["codec"] for state in found), self._name(self._taken))
-        if self._record is not None and written in self._names:
-            self._record, self.account.codec = None, written  # chosen before the checkpoint
-            self._take(self._names.index(written))
-        if written != self._name(self._taken):
+        written = next((state["codec"] for state in found), self._option_name(self._option))
+        if self._exact_steps is not None and written in self._option_names:
+            self._exact_steps, self.account.codec = None, written  # chosen before the checkpoint
+            self._use_option(self._option_names.index(written))
+        if written != self._option_name(self._option):
             self._context.announce(
                 f"the checkpoint was written with codec={written}, this is "
-                f"codec={self._name(self._taken)}: what that had kept is dropped"
+                f"codec={self._option_name(self._option)}: what that had kept is dropped"
             )
             return
         leaders = self._relay.leaders
         if leaders is None or not saved_states:
             return
-        saved_states, dropped = adopted(
+        saved_states, dropped = convert_states(
             saved_states, found[0].get("layout", self._layout), self._states, self._layout
         )
         if dropped:
@@ -468,12 +488,12 @@ class CompressedExchange:
         # Leader i gets the former leaders i, i + size, ... If there are more leaders now, some
         # begin with empty states.
         own_states = saved_states[leaders.rank :: leaders.size] or [
-            [fresh(state) for state in saved_states[0]]
+            [make_fresh_state(state) for state in saved_states[0]]
         ]
-        self._states = [merge(states) for states in zip(*own_states, strict=True)]
-        self._next.clear()
+        self._states = [merge_states(states) for states in zip(*own_states, strict=True)]
+        self._next_states.clear()
 
 
-def _flat(group: Group) -> Group:
+def _without_hosts(group: Group) -> Group:
     """Group of all workers that doesn't distinguish hosts."""
     return getattr(group, "flat", group)

@@ -17,10 +17,10 @@ from paceline.comm.group_protocol import Group, Traffic
 from paceline.errors import UsageError
 from paceline.sync.codec_cost import CodecAccount
 from paceline.sync.route_choice import RouteChoice, RouteFacts
-from paceline.timings import DEFAULTS, Timings
+from paceline.timings import DEFAULT_TIMINGS, Timings
 from paceline.trace import Trace
 
-UNSHARED = (
+NO_SAMPLES_TO_WEIGH = (
     "gradients that were added up under run.no_sync() would be lost: this worker has no samples in "
     "the turn that exchanges them, so its weight in the mean is 0; "
     "exchange them in a turn of a full batch (drop_last=True), or use AllReduce"
@@ -62,13 +62,13 @@ class StepState:
     exchange_closed: bool = False
     defer_exchange: bool = False  # this backward is not exchanged yet (no_sync)
 
-    def place(self, step: int, *, apart: bool = False) -> None:
+    def set_step(self, step: int, *, apart: bool = False) -> None:
         """Set the step. `apart`: it is a step of this worker alone, out of lockstep."""
         self.turn = step
         if not apart:
             self.step = step
 
-    def enter(self, turn: WeighedTurn, share: float, *, silent: bool) -> None:
+    def enter_turn(self, turn: WeighedTurn, share: float, *, silent: bool) -> None:
         """Enter a turn of a loader.
 
         Args:
@@ -79,7 +79,7 @@ class StepState:
         self.share_of_step, self.scale, self.ghost = share, turn.scale, turn.ghost
         self.defer_exchange = silent
 
-    def rest(self, scale: float, *, silent: bool) -> None:
+    def leave_turns(self, scale: float, *, silent: bool) -> None:
         """Leave the turns of loaders: each worker has the weight `scale` from now on."""
         self.scale = self.share_of_step = scale
         self.ghost, self.defer_exchange = False, silent
@@ -93,7 +93,7 @@ class StepState:
         if self.share_of_step:
             return scale / self.share_of_step
         if scale and bool(grad.any()):
-            raise UsageError(UNSHARED)
+            raise UsageError(NO_SAMPLES_TO_WEIGH)
         return 0.0
 
     def close_exchange(self, *, closed: bool) -> None:
@@ -139,7 +139,7 @@ class SyncContext:
     servers: Callable[[int | None, int], Any] | None = None
     table_servers: Callable[[int | None, int], Any] | None = None  # the same, for sparse tables
     deadline: float = 30.0  # seconds of a wait that is no collective call
-    timings: Timings = DEFAULTS
+    timings: Timings = DEFAULT_TIMINGS
     survives: bool = False  # the run continues when workers are lost
     cancel_scope: CancelScope | None = None  # is cancelled when the view of the workers changes
     # Further groups of the same workers, whose traffic and waits count too.
@@ -158,22 +158,22 @@ class SyncContext:
     sharers: Group | None = None
     meters: Sequence[AxisMeter] = ()  # meters of the exchanges along `cut_axes`
     # Listeners of `tell`, shared by all contexts of a run.
-    told: list[Callable[[str], None]] = field(default_factory=list)
+    event_listeners: list[Callable[[str], None]] = field(default_factory=list)
     # Links and cores of the measured cluster that was given to the run, to choose routes by.
     route_facts: RouteFacts | None = None
     routes: list[RouteChoice] = field(default_factory=list)  # chosen routes, each once
 
-    def follow(self, note: Callable[[str], None]) -> None:
+    def add_event_listener(self, note: Callable[[str], None]) -> None:
         """Call `note` with each text that is told, in any context of the run."""
-        self.told.append(note)
+        self.event_listeners.append(note)
 
-    def tell(self, text: str) -> None:
+    def announce_event(self, text: str) -> None:
         """Announce an event, and record it among the events of the run."""
-        for note in self.told:
+        for note in self.event_listeners:
             note(text)
         self.announce(text)
 
-    def replica_share(self) -> float:
+    def sum_replica_share(self) -> float:
         """Sum up the weight of this replica's samples in the step.
 
         Collective among all workers that have samples of the replica.
@@ -202,16 +202,16 @@ class SyncContext:
             native: Makes a group on torch.distributed. Collective.
             cancel_scope: Cancelled when the new view ends.
         """
-        self.leave()
+        self.leave_groups()
         self.group, self.hosts, self.native, self.cancel_scope = group, hosts, native, cancel_scope
 
-    def choose_route(self, choice: RouteChoice) -> None:
+    def record_route(self, choice: RouteChoice) -> None:
         """Record a chosen route, and announce it the first time."""
         if choice not in self.routes:
             self.routes.append(choice)
             self.announce(choice.why)
 
-    def leave(self) -> None:
+    def leave_groups(self) -> None:
         """Leave the groups, which have broken, but keep their traffic and waits in the totals."""
         self.closed_traffic, self.closed_waited = self.traffic, self.waited
         self.extra_groups = []
@@ -219,7 +219,7 @@ class SyncContext:
     @property
     def route(self) -> dict[str, Any] | None:
         """The chosen route between hosts, as plain data; None if no route was chosen."""
-        return self.routes[0].fields() if self.routes else None
+        return self.routes[0].to_fields() if self.routes else None
 
     @property
     def waited(self) -> float:
@@ -256,7 +256,7 @@ class SyncContext:
         return (within, between), waited
 
 
-def among_own(gradients: Iterable[Tensor], part: float) -> None:
+def rescale_to_part(gradients: Iterable[Tensor], part: float) -> None:
     """Turn gradients weighted in the global batch into means over a part of it, in place.
 
     Args:
@@ -268,5 +268,5 @@ def among_own(gradients: Iterable[Tensor], part: float) -> None:
     """
     for gradient in gradients:
         if not part and bool(gradient.any()):
-            raise UsageError(UNSHARED)
+            raise UsageError(NO_SAMPLES_TO_WEIGH)
         gradient.div_(part) if part else gradient.zero_()

@@ -27,7 +27,7 @@ from paceline.comm.bucket_layout import (
 from paceline.comm.group_protocol import Work
 from paceline.sync.base import Slot
 from paceline.sync.bucket_memory import BucketMemory
-from paceline.sync.compressed import CompressedExchange, Kind
+from paceline.sync.compressed import CodecOptions, CompressedExchange
 from paceline.sync.context import SyncContext
 from paceline.sync.routes import Reducer
 
@@ -76,7 +76,7 @@ class GradientBuckets:
         self,
         slots: Sequence[Slot],
         shapes: Sequence[BucketShape],
-        kinds: Sequence[Kind | None],
+        kinds: Sequence[CodecOptions | None],
         *,
         order: Sequence[int],
         sparse: set[int],
@@ -108,21 +108,21 @@ class GradientBuckets:
         parameters = [slot.parameter for slot in slots]
         self._memory = BucketMemory(self.layout, self.home, parameters, self._reducer)
         if self._coded is not None:
-            self._coded.lay_out(self.layout, [slot.name for slot in slots], shapes, kinds)
-        self.rewind()
+            self._coded.exchange_buckets(self.layout, [slot.name for slot in slots], shapes, kinds)
+        self.forget_backward()
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type == "cpu":
-            return self._reducer.empty(numel, dtype)
+            return self._reducer.allocate_bucket(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Give the memory of the buckets back, and have none."""
         if self._memory is not None:
             self._memory.close()
         self.layout, self._memory = [], None
 
-    def move(self, context: SyncContext, reducer: Reducer) -> None:
+    def move_to_group(self, context: SyncContext, reducer: Reducer) -> None:
         """Have no buckets, and go on with other workers.
 
         The memory belonged to the old group, and Gloo may still write to it: it is not given back.
@@ -132,7 +132,7 @@ class GradientBuckets:
 
     # ---- while backward runs
 
-    def rewind(self) -> None:
+    def forget_backward(self) -> None:
         """Forget a backward that has failed: the next one begins anew."""
         for small in self.small:
             small.clear()
@@ -151,7 +151,7 @@ class GradientBuckets:
         Buckets go to memory that no one holds, as they are about to be written.
         """
         if not self.writing and self._memory is not None:
-            self._memory.renew()
+            self._memory.choose_memory()
             self.missing = [len(bucket.members) for bucket in self.layout]
             self.small = [[] for _ in self.layout]
             self._begun = [0] * len(self.layout)
@@ -164,20 +164,20 @@ class GradientBuckets:
             and not self.missing[self.next]
             and self.next not in self.patient
         ):
-            self._send(self.next)
+            self._send_bucket(self.next)
             self.next += 1
 
-    def _send(self, index: int) -> None:
-        self.fill(index)
+    def _send_bucket(self, index: int) -> None:
+        self.fill_bucket(index)
         self._begun[index] = time.perf_counter_ns()
         flat, name = self.layout[index].flat, f"bucket {index}"
-        if self._coded is not None and self._coded.takes(index):
+        if self._coded is not None and self._coded.is_coded(index):
             self.works[index] = self._coded.all_reduce(index, flat, name)
         else:
             last = index == len(self.layout) - 1
             self.works[index] = self._reducer.all_reduce(flat, name, soon=last)
 
-    def fill(self, index: int) -> None:
+    def fill_bucket(self, index: int) -> None:
         """Copy the small gradients of a bucket, times their scales, in few calls of torch."""
         small = self.small[index]
         if not small:
@@ -210,13 +210,13 @@ class GradientBuckets:
         self.patient.add(index)  # from now on this bucket waits for the end
         if self.works[index] is not None:
             return False
-        self.fill(index)
+        self.fill_bucket(index)
         view.add_(value)
         return True
 
     # ---- at the end of backward
 
-    def finish(self, own: Sequence[int], union: Sequence[int]) -> None:
+    def finish_backward(self, own: Sequence[int], union: Sequence[int]) -> None:
         """Send the buckets that have not left, if any worker has used a member, and wait for all.
 
         Args:
@@ -228,20 +228,20 @@ class GradientBuckets:
         for index in range(self.next, len(self.layout)):
             bucket = self.layout[index]
             if any(union[slot] & USED for slot in bucket.members):
-                self.fill(index)
+                self.fill_bucket(index)
                 for slot, view in zip(bucket.members, bucket.views, strict=True):
                     if not own[slot] & USED:
                         view.zero_()
-                self._send(index)
+                self._send_bucket(index)
         begun = [
             (index, self._begun[index]) for index, work in enumerate(self.works) if work is not None
         ]
-        with contextlib.nullcontext() if self._coded is None else self._coded.awaited(begun):
+        with contextlib.nullcontext() if self._coded is None else self._coded.measure_wait(begun):
             for index, start in begun:
                 if (work := self.works[index]) is not None:
                     work.wait()
                     ended = time.perf_counter_ns()
-                    self._context.trace.record(f"bucket {index}", "bucket", start, ended)
+                    self._context.trace.record_span(f"bucket {index}", "bucket", start, ended)
         # works hold memory of the buckets
         self.works = [None] * len(self.layout)
         self.writing = False

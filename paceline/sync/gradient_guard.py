@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import UsageError
-from paceline.sync.autograd_engine import AnnouncingEngine, leave, listen
+from paceline.sync.autograd_engine import AnnouncingEngine, add_pass_listener, remove_pass_listener
 
-GRAPHLESS: Final = (
+NO_GRAPH: Final = (
     "an exchanged gradient has no graph; use torch.autograd.grad(..., create_graph=True) for the "
     "penalty, it stays local"
 )
@@ -49,24 +49,24 @@ class GradientGuard(Generic[Guarded]):
         self._engine: AnnouncingEngine | None = None  # announces passes
         self._unguarded: list[Guarded] = []
 
-    def listen(self) -> None:
+    def start_listening(self) -> None:
         """Follow passes from now on. Calling this twice is harmless."""
-        self._engine = listen(self)
+        self._engine = add_pass_listener(self)
 
-    def leave(self) -> None:
+    def stop_listening(self) -> None:
         """Stop following passes. Hooks stay: `GradientTracker` removes them."""
-        leave(self)
+        remove_pass_listener(self)
         self._unguarded.clear()
 
-    def add(self, hook: Guarded) -> None:
+    def watch_parameter(self, hook: Guarded) -> None:
         """Watch a parameter from now on."""
         self._unguarded.append(hook)
         if hook.parameter.grad is not None:
-            self._guard([hook])
+            self._add_guards([hook])
 
-    def pass_begins(self) -> None:
+    def handle_pass(self) -> None:
         """Guard the parameters that hold a gradient, or may hold one later in this pass."""
-        self._guard(
+        self._add_guards(
             [
                 hook
                 for hook in self._unguarded
@@ -74,14 +74,14 @@ class GradientGuard(Generic[Guarded]):
             ]
         )
 
-    def pass_elsewhere(self) -> None:
+    def handle_pass_elsewhere(self) -> None:
         """Guard all parameters, as another thread may be adding to their gradients."""
-        self._guard(self._unguarded)
+        self._add_guards(self._unguarded)
 
     @property
-    def announced(self) -> bool:
+    def is_pass_announced(self) -> bool:
         """Whether the pass under way was announced, or all parameters are guarded anyway."""
-        return not self._unguarded or self._engine is None or bool(self._engine.running)
+        return not self._unguarded or self._engine is None or bool(self._engine.running_threads)
 
     def follow_unannounced(self, *, first: bool) -> None:
         """Guard all parameters from now on, as a pass began in C++ code.
@@ -94,16 +94,18 @@ class GradientGuard(Generic[Guarded]):
                 "a backward pass began inside of TorchScript or C++ code after others in Python, "
                 "so the gradients from before it are unknown; call loss.backward() in Python"
             )
-        self._guard(self._unguarded)
+        self._add_guards(self._unguarded)
 
-    def _guard(self, hooks: Sequence[Guarded]) -> None:
+    def _add_guards(self, hooks: Sequence[Guarded]) -> None:
         for hook in hooks:
-            hook.handles.append(hook.node.register_prehook(functools.partial(self._before, hook)))
+            hook.handles.append(
+                hook.node.register_prehook(functools.partial(self._before_accumulation, hook))
+            )
         # The first handle is the tracker's own hook after the node.
         if hooks:
             self._unguarded = [hook for hook in self._unguarded if len(hook.handles) == 1]
 
-    def _before(self, hook: Guarded, _: Any) -> None:
+    def _before_accumulation(self, hook: Guarded, _: Any) -> None:
         if hook.parameter.grad is not None or hook.unsent is not None:
             self._set_apart(hook)
 

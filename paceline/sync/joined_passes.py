@@ -34,27 +34,27 @@ class JoinedPasses:
         """Whether even the end exchanges nothing, as more passes follow (`run.no_sync`)."""
         return self._tracker.context.step_state.defer_exchange
 
-    def begin(self, *, last: bool) -> None:
+    def begin_pass(self, *, last: bool) -> None:
         """Begin a pass. In the `last` one, complete gradients are sent at once."""
         self._tracker.keep_silent(silent=not last)
 
-    def gather(self, parameters: Sequence[Tensor]) -> None:
+    def gather_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Gather cut parameters again, for the second half of a backward through their layers."""
-        self._tracker.gather(parameters)
+        self._tracker.gather_parameters(parameters)
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """End a pass."""
         self._tracker.end_sources()
 
-    def delay(self, parameters: Iterable[Tensor]) -> None:
+    def delay_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Send the gradients of these parameters only at the end of all passes."""
-        self._tracker.delay(parameters)
+        self._tracker.delay_gradients(parameters)
 
-    def total(self, parameter: Tensor) -> Tensor | None:
+    def accumulated_total(self, parameter: Tensor) -> Tensor | None:
         """Sum of all passes for a delayed parameter; None if no pass has reached it."""
-        return self._tracker.added_up(parameter).unsent
+        return self._tracker.accumulated_of(parameter).unsent
 
-    def put(self, parameter: Tensor, total: Tensor) -> None:
+    def set_accumulated(self, parameter: Tensor, total: Tensor) -> None:
         """Set the sum of all passes for a delayed parameter to `total`."""
         self._tracker.put_added_up(parameter, total)
 
@@ -74,28 +74,28 @@ class JoiningTracker:
     watched: WatchedParameters
     end_pass: Callable[[str], None]  # ends the pass under way, and exchanges what it has reached
     sources: list[GradientSource]
-    joins = False  # passes are parts of one
+    joining = False  # passes are parts of one
     # indices of parameters that are added up to the end of passes that are joined
-    late: frozenset[int] = frozenset()
+    delayed: frozenset[int] = frozenset()
 
     @contextlib.contextmanager
-    def joined(self) -> Iterator[JoinedPasses]:
+    def join_passes(self) -> Iterator[JoinedPasses]:
         """Treat the backward passes inside the block as one: the micro-batches of a pipeline."""
         self.refuse_inside("run.step")
         # An open pass has ended with an error, and `join` raises `UsageError` about it.
         if self.open:
-            self.join("run.step")
-        self.joins = True
+            self.join_exchange("run.step")
+        self.joining = True
         passes = JoinedPasses(self)
         try:
             yield passes
             passes.close()
         except BaseException:
             if self.open:
-                self._forget()
+                self._forget_pass()
             raise
         finally:
-            self.joins, self.late = False, frozenset()
+            self.joining, self.delayed = False, frozenset()
 
     @property
     def replicas_diverge(self) -> bool:
@@ -114,7 +114,7 @@ class JoiningTracker:
                 "optimizer.step() after loss.backward()"
             )
 
-    def join(self, where: str, *, due: bool = False) -> None:
+    def join_exchange(self, where: str, *, due: bool = False) -> None:
         """Take part in the exchanges of other workers; raise if a pass ended with an error."""
         raise NotImplementedError
 
@@ -122,10 +122,10 @@ class JoiningTracker:
         """Set the sum of a parameter to `total`, even if backward has not reached it here."""
         raise NotImplementedError
 
-    def _begin(self, *, idle: bool = False) -> None:
+    def _begin_pass(self, *, idle: bool = False) -> None:
         raise NotImplementedError
 
-    def _forget(self) -> None:
+    def _forget_pass(self) -> None:
         raise NotImplementedError
 
     def close_pass(self, where: str) -> None:
@@ -143,9 +143,9 @@ class JoiningTracker:
         """
         self.is_silent = silent or self.context.step_state.defer_exchange
 
-    def delay(self, parameters: Iterable[Tensor]) -> None:
+    def delay_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Add up the gradients of these parameters until the end of the joined passes."""
-        self.late |= {
+        self.delayed |= {
             self.watched.by_id[id(parameter)].index
             for parameter in parameters
             if id(parameter) in self.watched.by_id
@@ -154,13 +154,13 @@ class JoiningTracker:
     def open_idle(self) -> None:
         """Begin a pass if none is under way, for gradients that don't come from autograd."""
         if not self.open:
-            self._begin(idle=True)
+            self._begin_pass(idle=True)
 
-    def added_up(self, parameter: Tensor) -> WatchedParameter:
+    def accumulated_of(self, parameter: Tensor) -> WatchedParameter:
         """State of a parameter, with the sum of its gradients so far."""
         return self.watched.by_id[id(parameter)]
 
-    def gather(self, parameters: Sequence[Tensor]) -> None:
+    def gather_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Gather cut parameters through the sources of their gradients. Collective."""
         for source in self.sources:
             source.gather(parameters)

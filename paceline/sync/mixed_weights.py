@@ -25,15 +25,15 @@ class MixedWeights:
     def __init__(self, hooks: Mapping[int, NamedGradient]) -> None:
         self._hooks = hooks  # by id of the parameter
         # This worker's part of the batch in the last exchanged pass.
-        self._part: float | None = None
-        self.numbers: set[int] = set()
+        self._last_part: float | None = None
+        self.mixed_numbers: set[int] = set()
 
-    def changes(self, part: float) -> bool:
+    def record_part(self, part: float) -> bool:
         """Record this worker's part of the batch in a pass; say if it differs from the last."""
-        before, self._part = self._part, part
+        before, self._last_part = self._last_part, part
         return before not in (None, part)
 
-    def note(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
+    def record_prior(self, number: int, prior: Tensor | None, *, uneven: bool) -> None:
         """Record that a pass is added to a p.grad.
 
         Args:
@@ -42,23 +42,23 @@ class MixedWeights:
             uneven: Whether this pass has another weight than the one before it.
         """
         if prior is None or not bool(prior.any()):
-            self.numbers.discard(number)
+            self.mixed_numbers.discard(number)
         elif uneven:
-            self.numbers.add(number)
+            self.mixed_numbers.add(number)
 
-    def find(self, parameters: Iterable[Any]) -> str | None:
+    def find_mixed(self, parameters: Iterable[Any]) -> str | None:
         """Name one of these parameters whose p.grad mixes weights; None if there is none."""
-        for parameter in parameters if self.numbers else ():
+        for parameter in parameters if self.mixed_numbers else ():
             hook = self._hooks.get(id(parameter))
             if (
                 hook is not None
-                and hook.index in self.numbers
+                and hook.index in self.mixed_numbers
                 and parameter.grad is not None
                 and bool(parameter.grad.any())
             ):
                 return hook.name
         return None
 
-    def clear(self) -> None:
+    def clear_numbers(self) -> None:
         """Forget all parameters."""
-        self.numbers.clear()
+        self.mixed_numbers.clear()

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from paceline.comm.agreement import Agreement
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.sync.allreduce import AllReduce, AllReduceSync
 from paceline.sync.base import Slot, check_strategy
-from paceline.sync.context import SyncContext, among_own
+from paceline.sync.context import SyncContext, rescale_to_part
 from paceline.sync.localsgd.rounds import LocalSGDSync
 from paceline.sync.localsgd.strategy import LocalSGD
 
@@ -50,7 +50,7 @@ class Sequence:
     inner: tuple[AllReduce, str]
     outer: tuple[LocalSGD, str]
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         for part, kind, axis in ((self.inner, AllReduce, "local"), (self.outer, LocalSGD, "host")):
@@ -76,13 +76,13 @@ class Sequence:
                 f"{self!r} needs the host of each worker, which is unknown in this run; "
                 "use one strategy for all workers, such as AllReduce()"
             )
-        inside = _inside(context)
+        inside = _make_host_context(context)
         return PerAxisSync(
             context, inside, self.inner[0].begin(inside), self.outer[0].begin(context)
         )
 
 
-def _inside(context: SyncContext) -> SyncContext:
+def _make_host_context(context: SyncContext) -> SyncContext:
     """Make a context for the workers of this host. Collective.
 
     Their exchanges are part of collective calls of all workers, so that all of them handle a loss
@@ -116,24 +116,24 @@ class PerAxisSync:
         self._inner.attach(slots)
         self._outer.attach(slots)
 
-    def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        self._inner.ready(number, grad, scale)
+    def take_gradient(self, number: int, grad: Tensor, scale: float) -> None:
+        self._inner.take_gradient(number, grad, scale)
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
         return self._inner.overwrites(number, grad)
 
-    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        gradients = self._inner.backward_done(where)
-        own_share = torch.tensor([self._context.replica_share()], dtype=torch.float64)
+    def end_backward(self, where: str) -> list[tuple[int, Tensor]]:
+        gradients = self._inner.end_backward(where)
+        own_share = torch.tensor([self._context.sum_replica_share()], dtype=torch.float64)
         host_share = float(self._inside.group.all_reduce(own_share, name="part").wait())
         # The gradients are weighted in the global batch. Make them means over this host: its
         # weight among hosts is the outer strategy's business.
-        among_own((gradient for _, gradient in gradients), host_share)
-        self._outer.backward_done(where)
+        rescale_to_part((gradient for _, gradient in gradients), host_share)
+        self._outer.end_backward(where)
         return gradients
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        self._outer.stepped(optimizer)
+    def note_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._outer.note_optimizer_step(optimizer)
 
     def commit(self) -> None:
         self._inner.commit()
@@ -155,7 +155,7 @@ class PerAxisSync:
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         layout = self.join_info() if layout is None else layout
-        self._context, self._inside = context, _inside(context)
+        self._context, self._inside = context, _make_host_context(context)
         self._inner.regroup(self._inside, layout["inner"])
         self._outer.regroup(context, layout["outer"])
 

@@ -18,13 +18,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from paceline.codec.codec import State, alike, fresh, residuals
+from paceline.codec.codec import State, have_same_residuals, make_fresh_state, pick_residuals
 
 # For each bucket: [name, number of elements] of each parameter, in the order in memory.
-Layout: TypeAlias = list[list[list[Any]]]
+BucketNames: TypeAlias = list[list[list[Any]]]
 
 
-def parted(states: Sequence[State], layout: Layout) -> dict[str, State]:
+def split_residuals(states: Sequence[State], layout: BucketNames) -> dict[str, State]:
     """Split the residuals of buckets into those of their parameters, by name.
 
     `states` is empty on a worker that leads no host.
@@ -33,12 +33,14 @@ def parted(states: Sequence[State], layout: Layout) -> dict[str, State]:
     for state, members in zip(states, layout, strict=bool(states)):
         start = 0
         for name, numel in members if state else ():
-            residual_by_name[name] = _narrow(residuals(state), start, numel)
+            residual_by_name[name] = _narrow_state(pick_residuals(state), start, numel)
             start += numel
     return residual_by_name
 
 
-def relaid(states: Sequence[State], layout: Layout, parts: Mapping[str, State]) -> list[State]:
+def rebuild_states(
+    states: Sequence[State], layout: BucketNames, parts: Mapping[str, State]
+) -> list[State]:
     """Put the residuals of parameters into the states of buckets.
 
     Args:
@@ -52,21 +54,23 @@ def relaid(states: Sequence[State], layout: Layout, parts: Mapping[str, State]) 
     """
     rebuilt = []
     for state, members in zip(states, layout, strict=True):
-        present = parted([state], [members])
+        present = split_residuals([state], [members])
         chosen = [
-            parts[name] if name in parts and alike(parts[name], part) else _zeros(part)
+            parts[name]
+            if name in parts and have_same_residuals(parts[name], part)
+            else _zeros_like_state(part)
             for name, part in present.items()
         ]
         has_new = chosen and any(name in parts for name in present)
-        rebuilt.append(_joined(state, chosen) if has_new else state)
+        rebuilt.append(_join_residuals(state, chosen) if has_new else state)
     return rebuilt
 
 
-def adopted(
+def convert_states(
     saved_states: list[list[State]],
-    saved_layout: Layout,
+    saved_layout: BucketNames,
     states: Sequence[State],
-    layout: Layout,
+    layout: BucketNames,
 ) -> tuple[list[list[State]], str]:
     """Convert the saved states of all leaders to the present buckets.
 
@@ -82,36 +86,42 @@ def adopted(
     """
     if saved_layout == layout:
         return saved_states, ""
-    empty = [fresh(state) for state in states]
-    converted = [relaid(empty, layout, parted(each, saved_layout)) for each in saved_states]
-    return converted, lost(layout, saved_layout, saved_states[0])
+    empty = [make_fresh_state(state) for state in states]
+    converted = [
+        rebuild_states(empty, layout, split_residuals(each, saved_layout)) for each in saved_states
+    ]
+    return converted, name_dropped(layout, saved_layout, saved_states[0])
 
 
-def lost(layout: Layout, saved: Layout, states: Sequence[State]) -> str:
+def name_dropped(layout: BucketNames, saved: BucketNames, states: Sequence[State]) -> str:
     """Parameters with saved residuals that lie in no present bucket, in words; "" for none."""
     present = {name for members in layout for name, _ in members}
-    dropped = [name for name, part in parted(states, saved).items() if part and name not in present]
+    dropped = [
+        name
+        for name, part in split_residuals(states, saved).items()
+        if part and name not in present
+    ]
     more = f" and {len(dropped) - 1} more" if len(dropped) > 1 else ""
     return f"{dropped[0]}{more}" if dropped else ""
 
 
-def _narrow(state: State, start: int, numel: int) -> State:
+def _narrow_state(state: State, start: int, numel: int) -> State:
     return {
-        key: _narrow(value, start, numel)
+        key: _narrow_state(value, start, numel)
         if isinstance(value, dict)
         else value[start : start + numel]
         for key, value in state.items()
     }
 
 
-def _zeros(state: State) -> State:
+def _zeros_like_state(state: State) -> State:
     return {
-        key: _zeros(value) if isinstance(value, dict) else torch.zeros_like(value)
+        key: _zeros_like_state(value) if isinstance(value, dict) else torch.zeros_like(value)
         for key, value in state.items()
     }
 
 
-def _joined(state: State, parts: Sequence[State]) -> State:
+def _join_residuals(state: State, parts: Sequence[State]) -> State:
     """Replace the residual of a bucket by those of its parameters, one after the other."""
     joined: State = {}
     for key, value in state.items():
@@ -119,7 +129,7 @@ def _joined(state: State, parts: Sequence[State]) -> State:
             joined[key] = torch.cat([part[key].to(value) for part in parts])
         elif isinstance(value, dict):
             # A codec around another one keeps that one's state as a part of its own.
-            joined[key] = _joined(value, [part[key] for part in parts])
+            joined[key] = _join_residuals(value, [part[key] for part in parts])
         else:
             joined[key] = value
     return joined

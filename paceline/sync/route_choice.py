@@ -26,14 +26,14 @@ from paceline.comm.schedule import (
 )
 
 # Bytes per second. On a faster link an exchange takes longer on the processors than on the link.
-FAST: Final = 250e6
+FAST_LINK: Final = 250e6
 # Cores per worker. With more, threads beside the training have cores of their own.
-SPARE: Final = 2.0
+SPARE_CORES: Final = 2.0
 # Fastest link / slowest link, up to which links count as equally fast. Probes aren't more exact.
-ALIKE: Final = 1.2
-WORTH: Final = 1.1  # smallest predicted speed-up for which uneven chunks are used
-MOST: Final = 32  # most hosts for uneven chunks; with more, each has too many messages at once
-BUCKET: Final = 8_000_000  # bytes of the sum whose time is predicted
+ALIKE_RATIO: Final = 1.2
+MIN_GAIN: Final = 1.1  # smallest predicted speed-up for which uneven chunks are used
+MAX_HOSTS: Final = 32  # most hosts for uneven chunks; with more, each has too many messages at once
+PRICED_BYTES: Final = 8_000_000  # bytes of the sum whose time is predicted
 
 
 class RouteFacts(NamedTuple):
@@ -46,7 +46,7 @@ class RouteFacts(NamedTuple):
     cores: float  # per worker, on the host with the fewest
     source: str = "cluster.json"  # file with the measurements
 
-    def of(self, hosts: Sequence[int]) -> tuple[float, ...]:
+    def rates_of(self, hosts: Sequence[int]) -> tuple[float, ...]:
         """Rates of all hosts of the run up to the last one in `hosts`."""
         return self.rates[: max(hosts) + 1]
 
@@ -59,12 +59,12 @@ class RouteChoice(NamedTuple):
     parts: tuple[float, ...] = ()  # fraction of a tensor that each host owns, if uneven
     across: Schedule | None = None  # schedule between hosts, if uneven
 
-    def fields(self) -> dict[str, Any]:
+    def to_fields(self) -> dict[str, Any]:
         """Convert the choice to plain data."""
         return {"way": self.way, "parts": list(self.parts), "why": self.why}
 
 
-def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
+def choose_route(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
     """Choose the route of gradients for ranks on these hosts.
 
     The choice depends on the arguments alone, so it is the same on all workers.
@@ -77,13 +77,14 @@ def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
         )
     shares_hosts = len(distinct_hosts) < len(hosts)
     rates = [facts.rates[host] for host in distinct_hosts]
-    gain = _gain(rates, facts.latency)
-    if gain >= WORTH:
+    gain = _predict_gain(rates, facts.latency)
+    if gain >= MIN_GAIN:
         # One chunk per host: a hierarchy already cuts tensors into chunks that follow each other,
         # so links are busy all the time.
         across = build_uneven(rates, 1 if shares_hosts else None)
         words = (
-            f"links carry {_span(rates)}, so slow ones get less to carry: {gain:.2f} times as fast "
+            f"links carry {_format_rates(rates)}, so slow ones get less to carry: "
+            f"{gain:.2f} times as fast "
             "as even chunks"
         )
         why = (
@@ -91,9 +92,10 @@ def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
         )
         return RouteChoice("uneven", why, tuple(owned_fractions(rates)), across)
     measured = (
-        f"links carry {_span(rates)}, with {facts.cores:.2g} cores for each worker ({facts.source})"
+        f"links carry {_format_rates(rates)}, with {facts.cores:.2g} cores for each worker "
+        f"({facts.source})"
     )
-    if shares_hosts and min(rates) >= FAST and facts.cores < SPARE:
+    if shares_hosts and min(rates) >= FAST_LINK and facts.cores < SPARE_CORES:
         return RouteChoice(
             "native", f"exchanges between hosts go between all workers (via='native'): {measured}"
         )
@@ -106,17 +108,17 @@ def choose(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
     )
 
 
-def by_rates(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
+def choose_uneven(hosts: Sequence[int], facts: RouteFacts) -> RouteChoice:
     """Build the choice for `via="uneven"`, which a script has asked for."""
     rates = [facts.rates[host] for host in dict.fromkeys(hosts)]
     return RouteChoice(
         "uneven",
-        f"chunks are in proportion to links that carry {_span(rates)} ({facts.source})",
+        f"chunks are in proportion to links that carry {_format_rates(rates)} ({facts.source})",
         tuple(owned_fractions(rates)),
     )
 
 
-def describe(fields: dict[str, Any] | None) -> str:
+def describe_route(fields: dict[str, Any] | None) -> str:
     """Describe a choice, given as plain data; None: no route was chosen."""
     if fields is None or fields["way"] == "auto":
         return "the usual way"
@@ -124,7 +126,7 @@ def describe(fields: dict[str, Any] | None) -> str:
     return f"via={fields['way']!r} with chunks of {parts}" if parts else f"via={fields['way']!r}"
 
 
-def alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
+def is_same_route(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
     """Whether two choices, given as plain data, make bit-equal sums. None: no route was chosen."""
     ways = [
         ("auto", []) if each is None else (each["way"], list(each["parts"]))
@@ -133,24 +135,24 @@ def alike(one: dict[str, Any] | None, other: dict[str, Any] | None) -> bool:
     return ways[0] == ways[1]
 
 
-def _gain(rates: Sequence[float], latency: float) -> float:
+def _predict_gain(rates: Sequence[float], latency: float) -> float:
     """Speed-up of uneven chunks over the faster even schedule; 1 if links are equally fast."""
     count = len(rates)
-    if count > MOST or max(rates) <= ALIKE * min(rates):
+    if count > MAX_HOSTS or max(rates) <= ALIKE_RATIO * min(rates):
         return 1.0
     links = [LinkSpeed(latency, rate) for rate in rates]
     network = ScheduleNetwork(range(count), links[0], links[0], links)
     even = min(
-        predict_seconds(schedule, BUCKET, network)
+        predict_seconds(schedule, PRICED_BYTES, network)
         for schedule in (build_ring(count), build_owners(count))
     )
-    return even / predict_seconds(build_uneven(rates), BUCKET, network)
+    return even / predict_seconds(build_uneven(rates), PRICED_BYTES, network)
 
 
-def _span(rates: Sequence[float]) -> str:
-    least, most = _mbit(min(rates)), _mbit(max(rates))
+def _format_rates(rates: Sequence[float]) -> str:
+    least, most = _format_rate(min(rates)), _format_rate(max(rates))
     return least if least == most else f"{least} to {most}"
 
 
-def _mbit(rate: float) -> str:
+def _format_rate(rate: float) -> str:
     return f"{rate * 8e-9:.2g} Gbit/s" if rate >= 125e6 else f"{rate * 8e-6:.3g} Mbit/s"

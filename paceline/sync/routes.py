@@ -21,9 +21,9 @@ from paceline.comm.hierarchy.hosts_group import HostsGroup
 from paceline.comm.schedule import SCHEDULES, Schedule, ScheduleName, build_schedule
 from paceline.comm.shm.shared_segment import empty_on_cpu
 from paceline.errors import ResourceError, UsageError
-from paceline.formatting import unknown
+from paceline.formatting import describe_unknown_choice
 from paceline.sync.context import SyncContext
-from paceline.sync.route_choice import by_rates, choose
+from paceline.sync.route_choice import choose_route, choose_uneven
 
 Via = Literal["auto", "native", ScheduleName]
 
@@ -31,18 +31,18 @@ Via = Literal["auto", "native", ScheduleName]
 class Reducer(Protocol):
     """Sums flat tensors over all workers, in place, one after the other."""
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate the CPU memory that this reducer sums fastest. Collective."""
         ...
 
-    def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_substitute(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate CPU memory of this worker alone, in place of memory of `allocate_bucket`.
 
         Other workers needn't replace theirs.
         """
         ...
 
-    def release(self, flat: Tensor) -> None:
+    def release_memory(self, flat: Tensor) -> None:
         """Take back memory of this reducer that is not used any more."""
         ...
 
@@ -65,19 +65,19 @@ class GroupReducer:
     """Sums by the group's own all-reduce."""
 
     def __init__(self, group: Group, say: Callable[[str], None], *, owned: bool = False) -> None:
-        self._group, self._say, self._owned = group, say, owned
+        self._group, self._announce, self._owns_group = group, say, owned
         self._unchecked = group if isinstance(group, UncheckedAllReduce) else None
         self._hosts = group if isinstance(group, HostsGroup) else None
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
         try:
             return self._group.empty((numel,), dtype)
         except ResourceError as error:
             # No room in shared memory: slower, but it works.
-            self._say(f"gradients travel through a copy (slower by about half): {error}")
+            self._announce(f"gradients travel through a copy (slower by about half): {error}")
             return torch.empty(numel, dtype=dtype)
 
-    def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_substitute(self, numel: int, dtype: torch.dtype) -> Tensor:
         flat = empty_on_cpu((numel,), dtype)
         # Only groups with shared memory have to know of the substitute, to give it back later.
         stand_in = getattr(self._group, "stand_in", None)
@@ -85,7 +85,7 @@ class GroupReducer:
             stand_in(flat)
         return flat
 
-    def release(self, flat: Tensor) -> None:
+    def release_memory(self, flat: Tensor) -> None:
         release = getattr(self._group, "release", None)
         if release is not None:
             release(flat)
@@ -99,7 +99,7 @@ class GroupReducer:
         return self._group.all_reduce(flat, name=name, out=flat)
 
     def close(self) -> None:
-        if self._owned:
+        if self._owns_group:
             self._group.close()
 
 
@@ -108,44 +108,44 @@ class ScheduledReducer(GroupReducer):
 
     def __init__(self, group: Group, schedule: Schedule, say: Callable[[str], None]) -> None:
         super().__init__(group, say)
-        self._lane, self._schedule = ScheduleQueue(group), schedule
+        self._queue, self._schedule = ScheduleQueue(group), schedule
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_bucket(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate ordinary memory, as messages are copied anyway."""
         return torch.empty(numel, dtype=dtype)
 
     def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
-        return self._lane.all_reduce(flat, self._schedule, "sum", out=flat)
+        return self._queue.all_reduce(flat, self._schedule, "sum", out=flat)
 
 
-class AcrossReducer(GroupReducer):
+class BetweenHostsReducer(GroupReducer):
     """Sums inside hosts by shared memory, and between the leaders of hosts by a schedule."""
 
     def __init__(self, group: HostsGroup, across: Schedule, say: Callable[[str], None]) -> None:
         super().__init__(group, say)
-        self._whole, self._across = group, across
+        self._all_hosts, self._across = group, across
 
     def all_reduce(self, flat: Tensor, name: str, *, soon: bool = False) -> Work[Tensor]:
-        return self._whole.all_reduce_agreed(flat, out=flat, across=self._across, soon=soon)
+        return self._all_hosts.all_reduce_agreed(flat, out=flat, across=self._across, soon=soon)
 
 
-def _group(context: SyncContext) -> Reducer:
+def _make_group_reducer(context: SyncContext) -> Reducer:
     return GroupReducer(context.group, context.announce)
 
 
-def _auto(context: SyncContext) -> Reducer:
+def _make_auto_reducer(context: SyncContext) -> Reducer:
     """Make the reducer that suits the measured cluster; the group's own without measurements."""
     if context.route_facts is None:
-        return _group(context)
-    choice = choose(context.hosts, context.route_facts)
-    context.choose_route(choice)
+        return _make_group_reducer(context)
+    choice = choose_route(context.hosts, context.route_facts)
+    context.record_route(choice)
     group = context.group
     if choice.across is not None:
         if isinstance(group, HostsGroup):
-            return AcrossReducer(group, choice.across, context.announce)
+            return BetweenHostsReducer(group, choice.across, context.announce)
         return ScheduledReducer(
             group,
-            build_schedule("uneven", context.hosts, context.route_facts.of(context.hosts)),
+            build_schedule("uneven", context.hosts, context.route_facts.rates_of(context.hosts)),
             context.announce,
         )
     return GroupReducer(
@@ -154,35 +154,35 @@ def _auto(context: SyncContext) -> Reducer:
     )
 
 
-def _native(context: SyncContext) -> Reducer:
+def _make_native_reducer(context: SyncContext) -> Reducer:
     if context.native is None or context.group.size == 1:
-        return _group(context)
+        return _make_group_reducer(context)
     group = context.native()
     context.extra_groups.append(group)
     return GroupReducer(group, context.announce, owned=True)
 
 
-def _by(name: str) -> Callable[[SyncContext], Reducer]:
+def _reduce_by_schedule(name: str) -> Callable[[SyncContext], Reducer]:
     def make_scheduled(context: SyncContext) -> Reducer:
         hosts, facts = context.hosts or (0,) * context.group.size, context.route_facts
         if name != "uneven" or facts is None or len(set(hosts)) == 1:
             return ScheduledReducer(context.group, build_schedule(name, hosts), context.announce)
-        context.choose_route(by_rates(hosts, facts))
+        context.record_route(choose_uneven(hosts, facts))
         return ScheduledReducer(
-            context.group, build_schedule(name, hosts, facts.of(hosts)), context.announce
+            context.group, build_schedule(name, hosts, facts.rates_of(hosts)), context.announce
         )
 
     return make_scheduled
 
 
-WAYS: dict[str, Callable[[SyncContext], Reducer]] = {
-    "auto": _auto,
-    "native": _native,
-    **{name: _by(name) for name in SCHEDULES},
+REDUCER_MAKERS: dict[str, Callable[[SyncContext], Reducer]] = {
+    "auto": _make_auto_reducer,
+    "native": _make_native_reducer,
+    **{name: _reduce_by_schedule(name) for name in SCHEDULES},
 }
 
 
-def reducer(via: str, *, coded: bool = False) -> Callable[[SyncContext], Reducer]:
+def find_reducer_maker(via: str, *, coded: bool = False) -> Callable[[SyncContext], Reducer]:
     """Look up the function that makes the reducer of a route.
 
     Args:
@@ -193,6 +193,6 @@ def reducer(via: str, *, coded: bool = False) -> Callable[[SyncContext], Reducer
     Raises:
         UsageError: No route has this name.
     """
-    if wrong := unknown("via", via, Via):
+    if wrong := describe_unknown_choice("via", via, Via):
         raise UsageError(wrong)
-    return _group if coded and via == "auto" else WAYS[via]
+    return _make_group_reducer if coded and via == "auto" else REDUCER_MAKERS[via]

@@ -30,7 +30,7 @@ class Transaction(Protocol):
     failed: bool  # a call of this turn has had no result, on all workers
     recovers: bool  # the run continues after a worker is lost
 
-    def begin(self, *, leads: bool, passes: int) -> None:
+    def begin_turn(self, *, leads: bool, passes: int) -> None:
         """Begin a turn.
 
         Args:
@@ -39,19 +39,19 @@ class Transaction(Protocol):
         """
         ...
 
-    def deliver(self) -> Deliver:
+    def gradient_receiver(self) -> Deliver:
         """Function that takes the gradients of the pass that begins."""
         ...
 
-    def exchange(self, act: Callable[[], Addends]) -> Addends:
+    def end_backward(self, act: Callable[[], Addends]) -> Addends:
         """Call `act`, which ends a backward pass; return its addends, or zeros if it has failed."""
         ...
 
-    def stepping(self, *, remote: bool) -> None:
+    def note_step(self, *, remote: bool) -> None:
         """Prepare for the step of an optimizer. `remote`: the step is made on servers."""
         ...
 
-    def step(
+    def step_remotely(
         self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
     ) -> T | None:
         """Call `act`, which steps on servers; return its result, or None if it has failed.
@@ -64,14 +64,14 @@ class Transaction(Protocol):
         """
         ...
 
-    def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
+    def gather_rows(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         """Call `act`, which gathers rows of all workers, once for each batch.
 
         Returns `nothing` if the rows were gathered before, or if the turn is dealt again.
         """
         ...
 
-    def rollback(self) -> None:
+    def roll_back(self) -> None:
         """Restore the state from the begin of the turn."""
         ...
 
@@ -85,13 +85,13 @@ class PlainTransaction:
     def __init__(self, sync: Sync, context: SyncContext) -> None:
         self._sync, self._agreement = sync, context.agreement
 
-    def begin(self, *, leads: bool, passes: int) -> None:
+    def begin_turn(self, *, leads: bool, passes: int) -> None:
         """Save nothing, as no turn is dealt again."""
 
-    def deliver(self) -> Deliver:
-        return self._sync.ready
+    def gradient_receiver(self) -> Deliver:
+        return self._sync.take_gradient
 
-    def exchange(self, act: Callable[[], Addends]) -> Addends:
+    def end_backward(self, act: Callable[[], Addends]) -> Addends:
         # Without an exchange there is nothing to agree on.
         return (
             self._agreement.attempt_call(act, "backward")
@@ -99,10 +99,10 @@ class PlainTransaction:
             else act()
         )
 
-    def stepping(self, *, remote: bool) -> None:
+    def note_step(self, *, remote: bool) -> None:
         """Save nothing, as no step is undone."""
 
-    def step(
+    def step_remotely(
         self, act: Callable[[], T], what: str, *, last: bool = False, apart: bool = False
     ) -> T | None:
         return (
@@ -111,8 +111,8 @@ class PlainTransaction:
             else self._agreement.attempt_call(act, what)
         )
 
-    def collective(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
+    def gather_rows(self, act: Callable[[], Tensor], nothing: Tensor) -> Tensor:
         return self._agreement.attempt_call(act)
 
-    def rollback(self) -> None:
+    def roll_back(self) -> None:
         raise AssertionError("a turn has failed in a run that a lost worker ends")

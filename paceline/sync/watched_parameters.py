@@ -186,12 +186,12 @@ class WatchedParameters:
         self._take_gradient = take_gradient
         self.frozen: list[Slot] = []  # prepared, and not trained so far
 
-    def add(self, slots: Sequence[Slot]) -> tuple[bool, bool]:
+    def add_slots(self, slots: Sequence[Slot]) -> tuple[bool, bool]:
         """Watch the slots that are new, and note the optimizers of the others.
 
         Returns whether there were new slots, and whether others have another optimizer now.
         """
-        self.guard.listen()
+        self.guard.start_listening()
         by_id = {id(slot.parameter): slot for slot in slots}
         before = self.slots
         self.slots = [by_id.get(id(slot.parameter), slot) for slot in before]
@@ -200,10 +200,10 @@ class WatchedParameters:
         )
         new = [slot for slot in slots if id(slot.parameter) not in self.by_id]
         for slot in new:
-            self._hook(slot)
+            self._hook_parameter(slot)
         return bool(new), other_optimizers
 
-    def _hook(self, slot: Slot) -> None:
+    def _hook_parameter(self, slot: Slot) -> None:
         parameter = slot.parameter
         watched = WatchedParameter(len(self.parameters), slot.name, parameter)
         # a partial, as a function around it would be one more call for each gradient
@@ -212,11 +212,11 @@ class WatchedParameters:
         self.parameters.append(watched)
         self.slots.append(slot)
         self.by_id[id(parameter)] = watched
-        self.guard.add(watched)
+        self.guard.watch_parameter(watched)
 
-    def remove(self) -> list[Slot]:
+    def remove_hooks(self) -> list[Slot]:
         """Remove all hooks, and return the slots that were watched."""
-        self.guard.leave()
+        self.guard.stop_listening()
         for watched in self.parameters:
             for handle in watched.handles:
                 handle.remove()
@@ -225,7 +225,7 @@ class WatchedParameters:
         slots, self.slots = self.slots, []
         return slots
 
-    def freeze(self, slots: Sequence[Slot]) -> None:
+    def note_frozen(self, slots: Sequence[Slot]) -> None:
         """Look out for these parameters, which are not trained so far."""
         self.frozen = list(slots)
 
@@ -253,13 +253,13 @@ class WatchedParameters:
             uneven: The pass has another weight than the one before.
         """
         parameters, plain = self.parameters, 0
-        mixing = mixed is not None and (uneven or bool(mixed.numbers))
+        mixing = mixed is not None and (uneven or bool(mixed.mixed_numbers))
         for index, mean in means:
             watched = parameters[index]
             if mixing or watched.prior is not None or not watched.touched:
                 before = watched.take_prior()
                 if mixing and mixed is not None:
-                    mixed.note(index, before, uneven=uneven)
+                    mixed.record_prior(index, before, uneven=uneven)
                 watched.add_mean(before, mean)
                 continue
             # written out, as it is done for nearly every gradient (see `set_mean`)
@@ -284,7 +284,7 @@ class WatchedParameters:
         for watched in self.parameters:
             watched.end_pass()
 
-    def forget(self) -> None:
+    def forget_pass(self) -> None:
         """Forget a pass that has failed, and silent ones before it."""
         for watched in self.parameters:
             watched.forget()
@@ -315,7 +315,7 @@ class WatchedParameters:
             if watched.touched
         ]
 
-    def restore(self, priors: dict[int, Tensor], unsent: dict[int, Tensor]) -> None:
+    def restore_gradients(self, priors: dict[int, Tensor], unsent: dict[int, Tensor]) -> None:
         """Set gradients and sums of silent passes to these, by index."""
         for watched in self.parameters:
             watched.restore(priors.get(watched.index), unsent.get(watched.index))

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.control.progress import Page
+from paceline.cluster.control.progress import ProgressPage
 from paceline.cluster.discover import Place
-from paceline.cluster.store import Store, address
+from paceline.cluster.store import Store, find_own_address
 from paceline.cluster.topology import Topology
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group_protocol import Group
@@ -34,7 +34,7 @@ from paceline.errors import ResourceError, UsageError
 from paceline.sync.context import SyncContext
 from paceline.sync.route_choice import RouteFacts
 from paceline.trace import Trace
-from paceline.workers.replicate import Replicate
+from paceline.workers.copy_interval import Replicate
 
 
 @dataclass
@@ -50,7 +50,7 @@ class WorkerContext:
     trace: Trace = field(default_factory=Trace)
     natives: int = 0  # number of groups that `make_native_group` has made
     replicate: Replicate = "auto"  # how often buddies get copies of state that only one worker has
-    page: Page | None = None
+    page: ProgressPage | None = None
     # cancels waits of all groups made with this context
     cancel_scope: CancelScope = field(default_factory=CancelScope)
     links: RouteFacts | None = None  # facts of a measured cluster about links between hosts
@@ -58,20 +58,20 @@ class WorkerContext:
     names: tuple[int, ...] | None = None
 
     @property
-    def local(self) -> int:
+    def local_index(self) -> int:
         """Index of this worker among the workers of its host."""
-        return self.cluster.of(self.place.rank).ranks.index(self.place.rank)
+        return self.cluster.host_of(self.place.rank).ranks.index(self.place.rank)
 
     @property
-    def home(self) -> str:
+    def launcher_name(self) -> str:
         """Unique name of this worker's launcher. Workers of one launcher end together."""
         return f"{self.place.hostname}/{os.getppid()}"
 
-    def native(self) -> Group:
+    def make_native_group(self) -> Group:
         """Make another group of all workers, on torch.distributed. Collective."""
         self.natives += 1
-        backend = "nccl" if self.device.type == "cuda" and _own_devices(self) else "gloo"
-        return network(self, f"native{self.natives}", backend=backend)
+        backend = "nccl" if self.device.type == "cuda" and _has_own_devices(self) else "gloo"
+        return make_network_group(self, f"native{self.natives}", backend=backend)
 
 
 class CurrentView:
@@ -81,7 +81,7 @@ class CurrentView:
     """
 
     def __init__(self, worker: WorkerContext) -> None:
-        self.worker, self.waits = worker, worker.place.joining
+        self.worker, self.waits_for_admission = worker, worker.place.joining
 
     @property
     def rank(self) -> int:
@@ -101,20 +101,20 @@ class CurrentView:
     @property
     def is_first(self) -> bool:
         """Whether this is the first worker."""
-        return self.rank == 0 and not self.waits
+        return self.rank == 0 and not self.waits_for_admission
 
-    def move(self, worker: WorkerContext) -> None:
+    def move_to_view(self, worker: WorkerContext) -> None:
         """Take this worker's place in a new view."""
         self.worker = worker
 
-    def enter(self) -> None:
+    def take_part(self) -> None:
         """Take part from now on."""
-        self.waits = False
+        self.waits_for_admission = False
 
 
-def first_members(worker_context: WorkerContext) -> tuple[int, ...]:
+def gather_worker_numbers(worker_context: WorkerContext) -> tuple[int, ...]:
     """Gather the numbers of the workers that meet at the start, by rank. Collective."""
-    meeting, place = worker_context.store.sub("workers"), worker_context.place
+    meeting, place = worker_context.store.open_substore("workers"), worker_context.place
     meeting.put(str(place.rank), place.worker)
     return tuple(meeting.take(str(rank)) for rank in range(place.size))
 
@@ -158,13 +158,13 @@ def choose_device(asked: str | None, local: int) -> torch.device:
     return device
 
 
-def everyone(worker_context: WorkerContext) -> Group:
+def make_group_of_all(worker_context: WorkerContext) -> Group:
     """Make the group of all workers. Collective."""
     if worker_context.place.size == 1:
         return SoloGroup()
     if worker_context.device.type == "cuda":
-        return network(
-            worker_context, "flat", backend="nccl" if _own_devices(worker_context) else "gloo"
+        return make_network_group(
+            worker_context, "flat", backend="nccl" if _has_own_devices(worker_context) else "gloo"
         )
     hosts = worker_context.cluster.hosts
     # Shared memory relies on the order of stores, which Python can't enforce by fences.
@@ -173,10 +173,10 @@ def everyone(worker_context: WorkerContext) -> Group:
             f"on {platform.machine()} workers of one host exchange through the network stack, "
             "much more slowly than through shared memory"
         )
-        return network(worker_context, "flat")
+        return make_network_group(worker_context, "flat")
     if len(hosts) == 1:
         try:
-            store, place = worker_context.store.sub("host0"), worker_context.place
+            store, place = worker_context.store.open_substore("host0"), worker_context.place
             return SharedGroup.from_store(
                 store,
                 place.rank,
@@ -190,8 +190,8 @@ def everyone(worker_context: WorkerContext) -> Group:
                 "workers exchange through the network stack, several times slower than shared "
                 f"memory: {error}"
             )
-            return network(worker_context, "flat")
-    return _over_hosts(worker_context)
+            return make_network_group(worker_context, "flat")
+    return _make_hosts_group(worker_context)
 
 
 class Subgroups:
@@ -201,35 +201,35 @@ class Subgroups:
     """
 
     def __init__(self, context: SyncContext, hosts: Callable[[], Topology]) -> None:
-        self.norms: Group | None = None
-        self.host: Group | None = None
+        self.layer_subgroup: Group | None = None
+        self.host_subgroup: Group | None = None
         self._context, self._hosts = context, hosts
-        context.local = self.within_host
+        context.local = self.host_group
 
-    def everyone(self) -> Group:
+    def layer_group(self) -> Group:
         """Get a second group of all workers. The first call is collective.
 
         Layers exchange in it while buckets are under way in the first group.
         """
-        if self.norms is None:
-            self.norms = self._context.group.make_subgroup(range(self._context.group.size))
-            assert self.norms is not None
-            self._context.extra_groups.append(self.norms)
-        return self.norms
+        if self.layer_subgroup is None:
+            self.layer_subgroup = self._context.group.make_subgroup(range(self._context.group.size))
+            assert self.layer_subgroup is not None
+            self._context.extra_groups.append(self.layer_subgroup)
+        return self.layer_subgroup
 
-    def within_host(self) -> Group:
+    def host_group(self) -> Group:
         """Get the group of the workers of this host. The first call is collective."""
-        if self.host is None:
-            self.host = within_host(self._context.group, self._hosts())
-            self._context.extra_groups.append(self.host)
-        return self.host
+        if self.host_subgroup is None:
+            self.host_subgroup = make_host_group(self._context.group, self._hosts())
+            self._context.extra_groups.append(self.host_subgroup)
+        return self.host_subgroup
 
-    def forget(self) -> None:
+    def forget_groups(self) -> None:
         """Drop the groups, as the workers have changed."""
-        self.norms = self.host = None
+        self.layer_subgroup = self.host_subgroup = None
 
 
-def within_host(group: Group, cluster: Topology) -> Group:
+def make_host_group(group: Group, cluster: Topology) -> Group:
     """Make a group of the workers of this host. Collective.
 
     It uses shared memory if `group` does.
@@ -244,7 +244,9 @@ def within_host(group: Group, cluster: Topology) -> Group:
     return host_group
 
 
-def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") -> TorchGroup:
+def make_network_group(
+    worker_context: WorkerContext, name: str, *, backend: str = "gloo"
+) -> TorchGroup:
     """Make a group of all workers on torch.distributed. Collective.
 
     Args:
@@ -253,13 +255,13 @@ def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") 
         backend: "gloo" or "nccl".
     """
     group = TorchGroup.from_store(
-        worker_context.store.sub(name),
+        worker_context.store.open_substore(name),
         worker_context.place.rank,
         worker_context.place.size,
         backend=backend,
-        address=address(worker_context.place),
+        address=find_own_address(worker_context.place),
         deadline=worker_context.deadline,
-        hosts=worker_context.cluster.where(),
+        hosts=worker_context.cluster.host_by_rank(),
         ranks=worker_context.names,
         cancel_scope=worker_context.cancel_scope,
     )
@@ -267,13 +269,13 @@ def network(worker_context: WorkerContext, name: str, *, backend: str = "gloo") 
     return group
 
 
-def _own_devices(worker_context: WorkerContext) -> bool:
+def _has_own_devices(worker_context: WorkerContext) -> bool:
     """Whether every worker has a GPU of its own. Collective."""
     # NCCL refuses two workers on one GPU.
     own_rank = worker_context.place.rank
     worker_context.store.put(
         f"device/{own_rank}",
-        [worker_context.cluster.where()[own_rank], worker_context.device.index],
+        [worker_context.cluster.host_by_rank()[own_rank], worker_context.device.index],
     )
     devices = [
         tuple(worker_context.store.take(f"device/{rank}", worker_context.deadline))
@@ -288,25 +290,25 @@ def _own_devices(worker_context: WorkerContext) -> bool:
     return False
 
 
-def _over_hosts(worker_context: WorkerContext) -> Group:
+def _make_hosts_group(worker_context: WorkerContext) -> Group:
     """Make a group over several hosts. Collective.
 
     It has a group inside each host, a group of the first workers of all hosts, and a group of all
     workers.
     """
     place, cluster = worker_context.place, worker_context.cluster
-    flat = network(worker_context, "flat")
+    flat = make_network_group(worker_context, "flat")
     # With one worker on each host, there is nothing to share inside a host.
     if all(len(host.ranks) == 1 for host in cluster.hosts):
         return flat
-    own_host = cluster.of(place.rank)
+    own_host = cluster.host_of(place.rank)
     inner: Group = SoloGroup(rank=place.rank)
     error = ""
     if len(own_host.ranks) > 1:
-        name = f"host{cluster.where()[place.rank]}"
+        name = f"host{cluster.host_by_rank()[place.rank]}"
         try:
             inner = SharedGroup.from_store(
-                worker_context.store.sub(name),
+                worker_context.store.open_substore(name),
                 own_host.ranks.index(place.rank),
                 len(own_host.ranks),
                 deadline=worker_context.deadline,
@@ -333,13 +335,13 @@ def _over_hosts(worker_context: WorkerContext) -> Group:
         inner,
         outer,
         flat,
-        cluster.where(),
+        cluster.host_by_rank(),
         deadline=worker_context.deadline,
         trace=worker_context.trace,
     )
 
 
-def reap(groups: list[Any]) -> None:
+def close_in_background(groups: list[Any]) -> None:
     """Close broken groups in a thread of their own, so that the caller doesn't wait for it."""
 
     def close() -> None:

@@ -9,17 +9,17 @@ import math
 import pytest
 import torch
 
-from paceline.apps.clicks import NUMBERS, ClickLog, Clicks, auc
+from paceline.apps.clicks import NUMBER_FEATURES, ClickLog, ClickSamples, compute_auc
 
 LOG = ClickLog(tables=3, rows=1000, bag=2)
 
 
 def test_a_sample_follows_from_its_number() -> None:
-    whole, part = LOG.read(torch.arange(500)), LOG.read(torch.tensor([7, 499, 3]))
+    whole, part = LOG.read_samples(torch.arange(500)), LOG.read_samples(torch.tensor([7, 499, 3]))
     for one, other in zip(whole, part, strict=True):
         assert torch.equal(one[[7, 499, 3]], other)
     assert (
-        whole.numbers.shape == (500, NUMBERS)
+        whole.numbers.shape == (500, NUMBER_FEATURES)
         and whole.ids.shape == (500, 3, 2)
         and whole.clicked.shape == (500,)
     )
@@ -27,7 +27,7 @@ def test_a_sample_follows_from_its_number() -> None:
 
 def test_ids_are_zipf() -> None:
     """Below 10 lies as much as between 100 and 1000, on a scale of logarithms."""
-    ids = LOG.read(torch.arange(20_000)).ids
+    ids = LOG.read_samples(torch.arange(20_000)).ids
     assert ids.min() == 0 and 900 < ids.max() < 1000
     for table in range(3):
         counts = torch.bincount(ids[:, table].flatten(), minlength=1000)
@@ -39,10 +39,10 @@ def test_ids_are_zipf() -> None:
 
 
 def test_a_loader_gives_the_log_in_order() -> None:
-    found = list(Clicks(LOG, 100, 10).loader(4))
+    found = list(ClickSamples(LOG, 100, 10).make_loader(4))
     assert [len(batch.clicked) for batch in found] == [4, 4, 2]
     assert torch.equal(
-        torch.cat([batch.ids for batch in found]), LOG.read(torch.arange(100, 110)).ids
+        torch.cat([batch.ids for batch in found]), LOG.read_samples(torch.arange(100, 110)).ids
     )
 
 
@@ -50,11 +50,11 @@ def test_there_is_something_to_learn() -> None:
     """Who knew the hidden weights and vectors would be far better than who guesses; the numbers
     alone are in between.
     """
-    batch = LOG.read(torch.arange(20_000))
-    hidden = LOG._logit(batch.numbers.double(), batch.ids)
+    batch = LOG.read_samples(torch.arange(20_000))
+    hidden = LOG._compute_logits(batch.numbers.double(), batch.ids)
     best, some = (
-        auc(hidden, batch.clicked),
-        auc(batch.numbers[:, 0] - 0.5 * batch.numbers[:, 1], batch.clicked),
+        compute_auc(hidden, batch.clicked),
+        compute_auc(batch.numbers[:, 0] - 0.5 * batch.numbers[:, 1], batch.clicked),
     )
     assert 0.8 < best < 0.95 and 0.6 < some < best - 0.05
     assert 0.3 < float(batch.clicked.mean()) < 0.5
@@ -67,10 +67,10 @@ class TestAuc:
         clicked = (torch.rand(300, generator=generator) * 20 < scores).float()
         hits, misses = scores[clicked > 0], scores[clicked == 0]
         pairs = (hits[:, None] > misses).double() + (hits[:, None] == misses).double() / 2
-        assert auc(scores, clicked) == pytest.approx(float(pairs.mean()), abs=1e-12)
+        assert compute_auc(scores, clicked) == pytest.approx(float(pairs.mean()), abs=1e-12)
 
     def test_at_its_ends(self) -> None:
-        assert auc(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])) == 1
-        assert auc(torch.tensor([2.0, 1.0]), torch.tensor([0.0, 1.0])) == 0
-        assert auc(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])) == 0.5
-        assert math.isnan(auc(torch.tensor([1.0]), torch.tensor([1.0])))
+        assert compute_auc(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])) == 1
+        assert compute_auc(torch.tensor([2.0, 1.0]), torch.tensor([0.0, 1.0])) == 0
+        assert compute_auc(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 1.0])) == 0.5
+        assert math.isnan(compute_auc(torch.tensor([1.0]), torch.tensor([1.0])))

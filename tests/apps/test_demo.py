@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from paceline.apps import demo, load
+from paceline.apps import demo, machine_load
 from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import UsageError
 
@@ -76,12 +76,12 @@ class Clocks:
 
     def __init__(self, *others: float) -> None:
         self.rates = [rate for each in others for rate in (each, 0.0)]
-        self.last = load.ClockReading(0.0, 0.0, 0.0)
+        self.last = machine_load.ClockReading(0.0, 0.0, 0.0)
 
-    def __call__(self) -> load.ClockReading:
+    def __call__(self) -> machine_load.ClockReading:
         now, self.last = (
             self.last,
-            load.ClockReading(
+            machine_load.ClockReading(
                 *(
                     a + b
                     for a, b in zip(
@@ -95,7 +95,9 @@ class Clocks:
 
 def play(plan: demo.DemoPlan, launcher: Launcher, *others: float) -> tuple[int, str]:
     console = Console(record=True, width=140, file=open("/dev/null", "w"))  # noqa: SIM115
-    code = demo.demo(plan, launcher, console, Clocks(*(others or (0.0, 0.0, 0.0))), launcher.lab)
+    code = demo.run_demo(
+        plan, launcher, console, Clocks(*(others or (0.0, 0.0, 0.0))), launcher.lab
+    )
     return code, console.export_text()
 
 
@@ -141,7 +143,7 @@ def test_runs_and_table(tmp_path: Path) -> None:
         and several.threads == alone.threads
     )
     assert option(killed, "--kill") == "10" and killed.min_workers == 1
-    assert launcher.syncs == [demo.EXACT, demo.SMALLER]
+    assert launcher.syncs == [demo.EXACT_SYNC, demo.COMPRESSED_SYNC]
     rows = {
         cells[1].strip(): [cell.strip() for cell in cells[2:-1]]
         for cells in (line.split("│") for line in said.splitlines())
@@ -199,7 +201,7 @@ def test_two_meshes_fit_a_terminal(tmp_path: Path) -> None:
     console = Console(record=True, width=80, file=open("/dev/null", "w"))  # noqa: SIM115
     plan = demo.DemoPlan(steps=30, alone=20, folder=str(tmp_path), meshes=("tensor=2", "shard=2"))
     launcher = Launcher()
-    demo.demo(plan, launcher, console, Clocks(*[0.0] * 5), launcher.lab)
+    demo.run_demo(plan, launcher, console, Clocks(*[0.0] * 5), launcher.lab)
     said = console.export_text()
     table = said[said.index("┏") : said.index("┘")]
     assert "tensor=2" in table and "3.47 MB" in table and "…" not in table
@@ -233,7 +235,9 @@ def test_a_little_of_others_is_not_said(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_with_a_quota_others_may_use_the_rest() -> None:
-    assert not load.crowded(6.0, needed=2, there=8) and load.crowded(6.3, needed=2, there=8)
+    assert not machine_load.is_crowded(6.0, needed=2, there=8) and machine_load.is_crowded(
+        6.3, needed=2, there=8
+    )
 
 
 def test_the_cores_that_are_mine_are_counted() -> None:
@@ -241,12 +245,15 @@ def test_the_cores_that_are_mine_are_counted() -> None:
         "cpu  1 1 1 1 1 1 1 1\ncpu0 10 1 5 900 90 2 3 4 7 0\ncpu1 1000 0 0 0 0 0 0 0 0 0\ncpu10 7 "
         "0 0 5\nintr 5\n"
     )
-    assert load.busy(text, {0}) == 10 + 1 + 5 + 2 + 3 + 4 and load.busy(text, {1, 10}) == 1007
-    assert load.others(None, load.read()) == 0.0
+    assert (
+        machine_load.count_busy_ticks(text, {0}) == 10 + 1 + 5 + 2 + 3 + 4
+        and machine_load.count_busy_ticks(text, {1, 10}) == 1007
+    )
+    assert machine_load.compute_other_load(None, machine_load.read_clocks()) == 0.0
 
 
 def test_the_clocks_of_this_machine_go_on() -> None:
-    first, second = load.read(), load.read()
+    first, second = machine_load.read_clocks(), machine_load.read_clocks()
     assert (
         first is not None
         and second is not None

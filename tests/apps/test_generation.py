@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.apps.generation import Sampling, generate
-from paceline.apps.gpt import GPT, GPTShape, cuts
+from paceline.apps.generation import Sampling, generate_tokens
+from paceline.apps.gpt import GPT, GPTShape, make_cuts
 from paceline.errors import UsageError
-from paceline.session.load import DESCRIPTION, describe
+from paceline.session.load import DESCRIPTION, describe_model
 from paceline.session.run import Run
 from tests.harness.jobs import Jobs
 from tests.harness.runs import alone, workers
@@ -34,13 +34,13 @@ def reference(sampling: Sampling) -> list[int]:
     with torch.no_grad():
         for _ in range(COUNT):
             logits = KNOWN(torch.tensor([tokens[-12:]]))[0, -1]
-            tokens.append(int(sampling.pick(logits, chance)))
+            tokens.append(int(sampling.pick_token(logits, chance)))
     return tokens[len(PROMPT) :]
 
 
 def text(run: Run, sampling: Sampling, **options: Any) -> list[int]:
-    model = run.prepare(copy.deepcopy(KNOWN), cut=cuts(run.mesh.cut), **options)
-    return list(generate(run, model, PROMPT, COUNT, sampling))
+    model = run.prepare(copy.deepcopy(KNOWN), cut=make_cuts(run.mesh.cut_axes), **options)
+    return list(generate_tokens(run, model, PROMPT, COUNT, sampling))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_the_newest_tokens_alone_are_run(monkeypatch: pytest.MonkeyPatch) -> Non
     model.register_forward_pre_hook(lambda module, args: lengths.append(args[0].shape[1]))
 
     def body(run: Run) -> None:
-        list(generate(run, run.prepare(model), PROMPT, COUNT, GREEDY))
+        list(generate_tokens(run, run.prepare(model), PROMPT, COUNT, GREEDY))
 
     alone(body)
     assert lengths == [5] + [1] * 7 + [12] * 3
@@ -87,14 +87,14 @@ def test_the_newest_tokens_alone_are_run(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_newest_tokens_alone_are_run_on_each_stage() -> None:
     def body(run: Run) -> list[list[int]]:
         model, lengths = copy.deepcopy(KNOWN), list[list[int]]()
-        run.prepare(model, cut=cuts(run.mesh.cut))
+        run.prepare(model, cut=make_cuts(run.mesh.cut_axes))
         for block in model.blocks:
             seen = list[int]()
             block.register_forward_pre_hook(
                 lambda module, args, seen=seen: seen.append(args[0].shape[1])
             )
             lengths.append(seen)
-        list(generate(run, model, PROMPT, COUNT, GREEDY))
+        list(generate_tokens(run, model, PROMPT, COUNT, GREEDY))
         return lengths
 
     run = [5] + [1] * 7 + [12] * 3
@@ -103,8 +103,8 @@ def test_the_newest_tokens_alone_are_run_on_each_stage() -> None:
 
 def test_several_rows_are_refused_where_they_are_cut_into_micro_batches() -> None:
     def body(run: Run) -> None:
-        model = run.prepare(copy.deepcopy(KNOWN), cut=cuts(run.mesh.cut))
-        with model.caching():
+        model = run.prepare(copy.deepcopy(KNOWN), cut=make_cuts(run.mesh.cut_axes))
+        with model.cache_tokens():
             run.forward(model, torch.tensor([[1, 2, 3], [4, 5, 6]]))
 
     with pytest.raises(UsageError, match="give one row at a time"):
@@ -114,10 +114,10 @@ def test_several_rows_are_refused_where_they_are_cut_into_micro_batches() -> Non
 def test_several_tokens_after_others() -> None:
     x = torch.randint(0, 24, (3, 9), generator=torch.Generator().manual_seed(1))
     parts: list[Tensor] = []
-    with torch.no_grad(), KNOWN.caching() as cache:
+    with torch.no_grad(), KNOWN.cache_tokens() as cache:
         for piece in x.split((4, 3, 1, 1), dim=1):
             parts.append(KNOWN(piece))
-            cache.took(piece.shape[1])
+            cache.count_tokens(piece.shape[1])
     with torch.no_grad():
         torch.testing.assert_close(torch.cat(parts, 1), KNOWN(x), rtol=0, atol=1e-11)
 
@@ -126,14 +126,14 @@ def test_another_number_of_rows_after_all_tokens_are_forgotten() -> None:
     x = torch.randint(0, 24, (3, 6), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         wanted = KNOWN(x)
-        with KNOWN.caching() as cache:
+        with KNOWN.cache_tokens() as cache:
             for rows in (slice(0, 2), slice(2, 3), slice(0, 3)):
                 found = list[Tensor]()
                 for piece in x[rows].split((4, 2), dim=1):
                     found.append(KNOWN(piece))
-                    cache.took(piece.shape[1])
+                    cache.count_tokens(piece.shape[1])
                 torch.testing.assert_close(torch.cat(found, 1), wanted[rows], rtol=0, atol=1e-11)
-                assert all(len(keys) == len(x[rows]) for keys, _ in cache._kept.values())
+                assert all(len(keys) == len(x[rows]) for keys, _ in cache._layer_tensors.values())
                 with pytest.raises(
                     UsageError, match=r"rows have tokens so far, and 7 came: call clear\(\)"
                 ):
@@ -144,7 +144,7 @@ def test_another_number_of_rows_after_all_tokens_are_forgotten() -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda run: list(generate(run, KNOWN, [], 3, GREEDY)), "the prompt is empty"),
+        (lambda run: list(generate_tokens(run, KNOWN, [], 3, GREEDY)), "the prompt is empty"),
         (lambda run: Sampling(-1), "temperature=-1: give 0"),
         (lambda run: Sampling(float("nan")), "temperature=nan: give 0"),
     ],
@@ -172,7 +172,7 @@ def written(tmp_path: Path) -> Path:
         run.save()
 
     workers(1, body, folder=tmp_path / "runs")
-    (tmp_path / "runs" / "test" / DESCRIPTION).write_text(describe("gpt", SHAPE))
+    (tmp_path / "runs" / "test" / DESCRIPTION).write_text(describe_model("gpt", SHAPE))
     return tmp_path
 
 

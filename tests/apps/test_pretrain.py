@@ -28,7 +28,7 @@ def words(tmp_path: Path) -> Path:
 
 
 def test_the_first_steps_are_the_same(words: Path) -> None:
-    short, long = (pretrain.task(steps, words) for steps in (2, 5))
+    short, long = (pretrain.make_task(steps, words) for steps in (2, 5))
     for (x, y), (u, v) in zip(short.train, long.train, strict=False):
         assert torch.equal(x, u) and torch.equal(y, v)
     assert (len(short.train), len(long.train)) == (2, 5)
@@ -40,12 +40,12 @@ def test_the_first_steps_are_the_same(words: Path) -> None:
 
 def test_the_model_leaves_the_random_state_alone(words: Path) -> None:
     before = torch.get_rng_state()
-    pretrain.task(2, words)
+    pretrain.make_task(2, words)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_a_small_text_is_read_several_times(words: Path) -> None:
-    task = pretrain.task(60, words)
+    task = pretrain.make_task(60, words)
     assert (
         len(task.train)
         == 60
@@ -93,7 +93,7 @@ def test_the_script_alone_and_in_meshes(job: Jobs, words: Path, tmp_path: Path) 
     assert len(alone) == 2
     with pl.load(tmp_path / "runs" / "x") as loaded:
         assert isinstance(loaded.model, GPT)
-        assert pretrain.sample(loaded.run, loaded.model, 12) == said["sample"]
+        assert pretrain.generate_sample(loaded.run, loaded.model, 12) == said["sample"]
     for mesh in ("tensor", "shard", "stage"):
         ended = job.program(
             script,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.apps import recommender
-from paceline.apps.clicks import ClickLog, Clicks
+from paceline.apps.clicks import ClickLog, ClickSamples
 from paceline.servers.worker.strategy import ParameterServer
 from paceline.session.run import Run
 from tests.harness import nursery
@@ -24,17 +24,20 @@ LOG = ClickLog(tables=2, rows=500, bag=2)
 
 
 def train(run: Run, model: recommender.Recommender, *, ahead: bool = False) -> float:
-    optimizer = recommender.optimizer_of("adagrad", model)
-    loaders = Clicks(LOG, 0, 24 * 64).loader(64), Clicks(LOG, 1 << 20, 1000).loader(500)
+    optimizer = recommender.make_optimizer("adagrad", model)
+    loaders = (
+        ClickSamples(LOG, 0, 24 * 64).make_loader(64),
+        ClickSamples(LOG, 1 << 20, 1000).make_loader(500),
+    )
     model, optimizer, batches, held_out = run.prepare(model, optimizer, *loaders)
-    before = recommender.evaluate(run, model, held_out)
+    before = recommender.evaluate_auc(run, model, held_out)
     for numbers, ids, clicked in batches:
-        loss = recommender.loss_of(model(numbers, ids), clicked)
+        loss = recommender.compute_loss(model(numbers, ids), clicked)
         model.prefetch(batches.peek() if ahead else None)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    after = recommender.evaluate(run, model, held_out)
+    after = recommender.evaluate_auc(run, model, held_out)
     assert after > before + 0.05
     return after
 
@@ -42,11 +45,11 @@ def train(run: Run, model: recommender.Recommender, *, ahead: bool = False) -> f
 @pytest.mark.slow
 def test_tables_on_servers_learn_the_same() -> None:
     wanted = workers(
-        1, lambda run: train(run, recommender.build(LOG, 4, served=False, servers=None))
+        1, lambda run: train(run, recommender.build_model(LOG, 4, served=False, servers=None))
     )[0]
     for strategy, ahead in ((None, False), (None, True), (ParameterServer(), False)):
         # threads share torch's generator
-        models = [recommender.build(LOG, 4, served=True, servers=2) for _ in range(2)]
+        models = [recommender.build_model(LOG, 4, served=True, servers=2) for _ in range(2)]
         found = workers(
             2,
             lambda run, models=models, ahead=ahead: train(run, models[run.rank], ahead=ahead),
@@ -57,11 +60,13 @@ def test_tables_on_servers_learn_the_same() -> None:
 
 def test_prefetching_saves_waits() -> None:
     def body(run: Run, *, ahead: bool) -> int:
-        model = recommender.build(LOG, 4, served=True, servers=1)
-        optimizer = recommender.optimizer_of("sgd", model)
-        model, optimizer, batches = run.prepare(model, optimizer, Clicks(LOG, 0, 640).loader(64))
+        model = recommender.build_model(LOG, 4, served=True, servers=1)
+        optimizer = recommender.make_optimizer("sgd", model)
+        model, optimizer, batches = run.prepare(
+            model, optimizer, ClickSamples(LOG, 0, 640).make_loader(64)
+        )
         for numbers, ids, clicked in batches:
-            loss = recommender.loss_of(model(numbers, ids), clicked)
+            loss = recommender.compute_loss(model(numbers, ids), clicked)
             model.prefetch(batches.peek() if ahead else None)
             loss.backward()
             optimizer.step()
@@ -75,7 +80,7 @@ def test_prefetching_saves_waits() -> None:
 def test_the_model_leaves_the_random_state_alone() -> None:
     before = torch.get_rng_state()
     one, other = (
-        recommender.build(LOG, 4, served=served, servers=None) for served in (True, False)
+        recommender.build_model(LOG, 4, served=served, servers=None) for served in (True, False)
     )
     assert torch.equal(before, torch.get_rng_state())
     assert all(

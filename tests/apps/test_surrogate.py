@@ -30,23 +30,25 @@ def trained(
 ) -> list[dict[str, float]]:
     """What each worker says of the errors before and after a few steps with uneven shares."""
     # threads share torch's generator
-    models = [surrogate.build(UNetShape(width=4, levels=2, norm=norm), seed=0) for _ in range(size)]
+    models = [
+        surrogate.build_model(UNetShape(width=4, levels=2, norm=norm), seed=0) for _ in range(size)
+    ]
 
     def body(run: Run) -> dict[str, float]:
         optimizer = torch.optim.AdamW(models[run.rank].parameters(), lr=0.01)
         schedule = OneCycleLR(optimizer, max_lr=0.01, total_steps=STEPS + 1)
         loaders = (
-            SolvedSamples(EQUATION, run.seed, 0, STEPS * 9).loader(9),
-            SolvedSamples(EQUATION, run.seed, surrogate.HELD_OUT, 21).loader(10),
+            SolvedSamples(EQUATION, run.seed, 0, STEPS * 9).make_loader(9),
+            SolvedSamples(EQUATION, run.seed, surrogate.HELD_OUT, 21).make_loader(10),
         )
         model, optimizer, schedule, batches, held_out = run.prepare(
             models[run.rank], optimizer, schedule, *loaders, cut=cut
         )
-        before = surrogate.evaluate(run, held_out, {"before": model})
-        surrogate.train(run, model, optimizer, schedule, batches)
+        before = surrogate.evaluate_errors(run, held_out, {"before": model})
+        surrogate.train_model(run, model, optimizer, schedule, batches)
         model.eval()
-        return before | surrogate.evaluate(
-            run, held_out, {"after": model, "unchanged": surrogate.unchanged}
+        return before | surrogate.evaluate_errors(
+            run, held_out, {"after": model, "unchanged": surrogate.predict_unchanged}
         )
 
     return workers(size, body, **options) if size > 1 else [alone(body)]

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline.bench.pipelines import show
+from paceline.bench.pipelines import show_schedules
 from paceline.cli import app
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.schedules import SCHEDULES
@@ -21,7 +21,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
 
 def printed(asked: str, times: tuple[float, float, float] = (1, 2, 0), width: int = 120) -> str:
     out = io.StringIO()
-    show(asked, times, Console(file=out, width=width))
+    show_schedules(asked, times, Console(file=out, width=width))
     return out.getvalue()
 
 

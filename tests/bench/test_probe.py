@@ -33,8 +33,8 @@ def test_the_command_writes_what_it_shows(job: Jobs) -> None:
     assert ended.out.startswith("2 workers on 1 host\n") and "GFLOP/s" in ended.out
     assert ("what is odd:\n- " in ended.out) != ("nothing is odd" in ended.out)
     assert f"written to {job.folder / 'found.json'}" in ended.out and "run.prepare" not in ended.err
-    topology = topology_file.read(job.folder / "found.json")
-    assert topology.size == 2 and len(topology.speeds()) == 2
+    topology = topology_file.read_topology(job.folder / "found.json")
+    assert topology.size == 2 and len(topology.relative_speeds()) == 2
     assert sorted(path.name for path in job.folder.iterdir()) == ["found.json"]
     again = job.start([*command[:-1], "again.json", "--hosts", "0"]).end()
     assert again.code == 2 and "--hosts is 0" in again.err

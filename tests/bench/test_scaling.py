@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from paceline.bench import scaling
-from paceline.bench.scaling import Launch, ScalingRequest
+from paceline.bench.scaling import ScalingLaunch, ScalingRequest
 from paceline.errors import UsageError
-from paceline.lab.description import Description, Host, Rack, regular
+from paceline.lab.description import Description, Host, Rack, make_regular
 from tests.harness.finished_runs import finished
 from tests.harness.jobs import Jobs, wait_for
 
@@ -32,27 +32,27 @@ with pl.start(folder="elsewhere", name="mine") as run:
 
 
 def test_numbers() -> None:
-    assert scaling.numbers("4, 1,2,2") == (1, 2, 4)
+    assert scaling.parse_worker_counts("4, 1,2,2") == (1, 2, 4)
 
 
 @pytest.mark.parametrize("text", ["", "two", "1", "2,2", "0,1", "1,-2", "1,,2", "1.5,2", "1,²"])
 def test_numbers_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match=r"--workers .*two or more numbers"):
-        scaling.numbers(text)
+        scaling.parse_worker_counts(text)
 
 
 def test_both_kinds_share_the_run_with_the_fewest_workers() -> None:
-    assert scaling.plan(ASKED) == [
-        Launch(1, ("--batch", "32", "-v"), ("strong", "weak")),
-        Launch(2, ("--batch", "32", "-v"), ("strong",)),
-        Launch(4, ("--batch", "32", "-v"), ("strong",)),
-        Launch(2, ("--batch", "64", "-v"), ("weak",)),
-        Launch(4, ("--batch", "128", "-v"), ("weak",)),
+    assert scaling.plan_launches(ASKED) == [
+        ScalingLaunch(1, ("--batch", "32", "-v"), ("strong", "weak")),
+        ScalingLaunch(2, ("--batch", "32", "-v"), ("strong",)),
+        ScalingLaunch(4, ("--batch", "32", "-v"), ("strong",)),
+        ScalingLaunch(2, ("--batch", "64", "-v"), ("weak",)),
+        ScalingLaunch(4, ("--batch", "128", "-v"), ("weak",)),
     ]
 
 
 def test_a_batch_grows_from_that_of_the_fewest_workers() -> None:
-    assert scaling.grown(("--lr", "1", "--batch=32"), "--batch", 6, 4) == (
+    assert scaling.scale_batch(("--lr", "1", "--batch=32"), "--batch", 6, 4) == (
         "--lr",
         "1",
         "--batch=48",
@@ -70,7 +70,7 @@ def test_a_batch_grows_from_that_of_the_fewest_workers() -> None:
         (("--batch", "32"), None, "which the script has to do: give --batch-option"),
     ):
         with pytest.raises(UsageError) as caught:
-            scaling.grown(args, option, 3, 2)
+            scaling.scale_batch(args, option, 3, 2)
         assert said in str(caught.value)
 
 
@@ -80,19 +80,19 @@ def test_part_of_a_cluster() -> None:
         (Host("a", 2), Host("b", 3), Host("d")),
         (Rack("left", ("a",)), Rack("right", ("b", "d"))),
     )
-    assert [(host.name, host.workers) for host in scaling.part_of(whole, 4).hosts] == [
+    assert [(host.name, host.workers) for host in scaling.take_first_hosts(whole, 4).hosts] == [
         ("a", 2),
         ("b", 2),
     ]
-    assert [(rack.name, rack.hosts) for rack in scaling.part_of(whole, 4).racks] == [
+    assert [(rack.name, rack.hosts) for rack in scaling.take_first_hosts(whole, 4).racks] == [
         ("left", ("a",)),
         ("right", ("b",)),
     ]
-    assert [rack.name for rack in scaling.part_of(whole, 1).racks] == ["left"] and scaling.part_of(
-        whole, 6
-    ) == whole
+    assert [rack.name for rack in scaling.take_first_hosts(whole, 1).racks] == [
+        "left"
+    ] and scaling.take_first_hosts(whole, 6) == whole
     with pytest.raises(UsageError, match="--workers 7: the cluster c has 6"):
-        scaling.part_of(whole, 7)
+        scaling.take_first_hosts(whole, 7)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_part_of_a_cluster() -> None:
         ({"seconds": float("nan")}, "--seconds is nan"),
         ({"kind": "strong"}, "--batch-option --batch is for weak scaling"),
         ({"sync": "AllReduc()"}, "AllReduce"),
-        ({"cluster": regular(1, 2)}, "--workers 4: the cluster 1x2 has 2"),
+        ({"cluster": make_regular(1, 2)}, "--workers 4: the cluster 1x2 has 2"),
         ({"script": "nothing.py"}, "nothing.py doesn't exist"),
         ({"folder": Path("full")}, "--folder full is there already"),
     ],
@@ -116,7 +116,9 @@ def test_mistakes_are_told_before_anything_runs(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(UsageError) as caught:
-        scaling.measure(ScalingRequest(**{**vars(ASKED), **changes}), pytest.fail, pytest.fail)  # type: ignore[arg-type]
+        scaling.measure_scaling(
+            ScalingRequest(**{**vars(ASKED), **changes}), pytest.fail, pytest.fail
+        )  # type: ignore[arg-type]
     assert said in str(caught.value)
 
 
@@ -128,7 +130,7 @@ def test_runs_that_are_there_are_compared(tmp_path: Path) -> None:
         finished(tmp_path, {"compute": 0.05, "exchange": more, "wait": 0.0, "data": 0.0})
         for more in (0.0, 0.03, 0.2)
     ]
-    said = scaling.compare([*two, alone])
+    said = scaling.compare_runs([*two, alone])
     assert "Strong scaling" in said and "brings 25% of its worth. Most was lost to exchange" in said
 
 

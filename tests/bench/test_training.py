@@ -37,7 +37,7 @@ def test_the_model_looks_back_only() -> None:
 
 
 def test_words() -> None:
-    said = training.words("small", [0.030, 0.020, 0.010], [0.016, 0.016, 0.016], 10)
+    said = training.format_measurements("small", [0.030, 0.020, 0.010], [0.016, 0.016, 0.016], 10)
     assert (
         "20.00 ms" in said and "16.00 ms" in said and "4.00 ms   (25.0%)" in said and " 500" in said
     )

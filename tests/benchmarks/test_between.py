@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "between.py"
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.skipif(bool(kernel.missing()), reason=kernel.missing())
+@pytest.mark.skipif(bool(kernel.find_missing()), reason=kernel.find_missing())
 def test_the_table(tmp_path: Path) -> None:
     out = tmp_path / "between.json"
     words = [

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import paceline as pl
-from paceline.checkpoint.best import agreed, asked
+from paceline.checkpoint.best import choose_metric, parse_metric
 from paceline.checkpoint.files import earlier_best
 from paceline.checkpoint.files.manifest import Best, Metric
 from paceline.cluster.discover import JobStart
@@ -45,11 +45,11 @@ NAN = float("nan")
     ],
 )
 def test_one_number(metric: Any) -> None:
-    assert asked(metric, "max") == Metric(1.0, "max")
+    assert parse_metric(metric, "max") == Metric(1.0, "max")
 
 
 def test_nothing() -> None:
-    assert asked(None, None) is None
+    assert parse_metric(None, None) is None
 
 
 @pytest.mark.parametrize(
@@ -86,22 +86,22 @@ def test_nothing() -> None:
 )
 def test_something_else(metric: Any, best: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        asked(metric, best)
+        parse_metric(metric, best)
 
 
 def test_rounding_is_no_difference_and_a_part_of_the_data_is_one() -> None:
     here = Metric(0.5, "min")
-    assert agreed([here, Metric(0.5000001, "min")]) == (here, "")
-    assert agreed([None, None]) == (None, "")
-    nothing, odd = agreed([Metric(NAN, "min"), Metric(NAN, "min")])
+    assert choose_metric([here, Metric(0.5000001, "min")]) == (here, "")
+    assert choose_metric([None, None]) == (None, "")
+    nothing, odd = choose_metric([Metric(NAN, "min"), Metric(NAN, "min")])
     assert nothing is not None and math.isnan(nothing.value) and odd == ""
-    found, odd = agreed([here, here, Metric(0.7, "min")])
+    found, odd = choose_metric([here, here, Metric(0.7, "min")])
     assert (
         found == here
         and "is 0.5 on rank 0 and 0.7 on rank 2: the one of rank 0 counts. Give run.mean(metric)"
         in odd
     )
-    assert "nan on rank 1" in agreed([here, Metric(NAN, "min")])[1]
+    assert "nan on rank 1" in choose_metric([here, Metric(NAN, "min")])[1]
 
 
 @pytest.mark.parametrize("other", [None, Metric(0.5, "max")])
@@ -109,7 +109,7 @@ def test_workers_that_mean_something_else_are_named(other: Metric | None) -> Non
     with pytest.raises(
         UsageError, match=r"rank 0 calls run.save\(metric=..., best='min'\), rank 1 run.save\("
     ):
-        agreed([Metric(0.5, "min"), other])
+        choose_metric([Metric(0.5, "min"), other])
 
 
 # Runs
@@ -133,7 +133,7 @@ def training(each: Each, *, resume: bool = False) -> Callable[[Run], int]:
                 -0.5, 0.5, parameter.numel(), dtype=torch.float64
             ).reshape(parameter.shape)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-        cut = None if run.mesh.extent("shard") == 1 else pl.shard("0", zero=3)
+        cut = None if run.mesh.axis_size("shard") == 1 else pl.shard("0", zero=3)
         model, optimizer, loader = run.prepare(model, optimizer, batches(), cut=cut)
         began = run.steps if resume and run.resume() else 0
         for x, y in loader:
@@ -276,7 +276,7 @@ def test_what_cannot_be_taken_along_is_said(
     def refuse(source: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(earlier_best, "_link", refuse)
+    monkeypatch.setattr(earlier_best, "_link_or_copy", refuse)
     workers(1, training(saving(None, None, 0.3), resume=True), folder=tmp_path, said=said)
     assert kept(tmp_path / "test-2") == ["step-00000003"]
     assert [text for text in said if "best checkpoint so far" in text and "No space left" in text]

@@ -24,7 +24,7 @@ def layouts(*placements: Placement, mesh: Mesh = MESH) -> list[StateLayout]:
 
 
 def writing(placement: Placement) -> list[int]:
-    return [layout.rank for layout in layouts(placement) if layout.writes(placement)]
+    return [layout.rank for layout in layouts(placement) if layout.writes_part(placement)]
 
 
 def test_the_first_of_those_that_hold_the_same_writes() -> None:
@@ -35,13 +35,13 @@ def test_the_first_of_those_that_hold_the_same_writes() -> None:
 
 
 def test_all_know_who_writes() -> None:
-    assert all(layout.writers() == [0, 1] for layout in layouts(ROWS, WHOLE))
-    assert all(layout.writers() == [0, 1, 2, 3] for layout in layouts(ROWS, FLAT))
-    assert all(layout.writers() == [] and not layout.is_cut for layout in layouts(WHOLE))
+    assert all(layout.writer_ranks() == [0, 1] for layout in layouts(ROWS, WHOLE))
+    assert all(layout.writer_ranks() == [0, 1, 2, 3] for layout in layouts(ROWS, FLAT))
+    assert all(layout.writer_ranks() == [] and not layout.is_cut for layout in layouts(WHOLE))
 
 
 def test_replicas_are_those_along_data() -> None:
-    assert [layout.replicas(layout.rank) for layout in layouts(FLAT)[:3]] == [
+    assert [layout.replica_ranks(layout.rank) for layout in layouts(FLAT)[:3]] == [
         (0, 4),
         (1, 5),
         (2, 6),
@@ -49,11 +49,11 @@ def test_replicas_are_those_along_data() -> None:
 
 
 def test_a_fingerprint_is_that_of_mesh_and_cuts() -> None:
-    found = {layout.fingerprint() for layout in layouts(FLAT)}
+    found = {layout.compute_fingerprint() for layout in layouts(FLAT)}
     assert len(found) == 1
-    split = dataclasses.replace(layouts(FLAT)[0], splits=lambda: [[0, 3, 8]])
+    split = dataclasses.replace(layouts(FLAT)[0], stage_bounds=lambda: [[0, 3, 8]])
     # what strategies and optimizers keep of parameters is on other workers
-    assert split.fingerprint() not in found
+    assert split.compute_fingerprint() not in found
     others = [
         layouts(ROWS),
         layouts(
@@ -61,4 +61,4 @@ def test_a_fingerprint_is_that_of_mesh_and_cuts() -> None:
         ),
         layouts(WHOLE),
     ]
-    assert len(found | {other[0].fingerprint() for other in others}) == 4
+    assert len(found | {other[0].compute_fingerprint() for other in others}) == 4

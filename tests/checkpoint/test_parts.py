@@ -28,7 +28,7 @@ from paceline.errors import CheckpointError
 from paceline.parallel.placement import Placement, Placements, chunk_range
 from paceline.record.history import RunHistory
 from paceline.session.run import Run
-from paceline.state.versioned import Randomness, Versioned, WorkerGenerator
+from paceline.state.versioned import GeneratorStates, VersionedState, WorkerGenerator
 from tests.harness.cuts import network
 from tests.harness.runs import batches
 from tests.harness.runs import workers as run_workers
@@ -93,14 +93,14 @@ def cut(model: nn.Module, optimizer: torch.optim.Optimizer, grid: Mesh, rank: in
         copy.deepcopy(optimizer.state_dict()),
     )
     for number, (name, parameter) in enumerate(model.named_parameters()):
-        placement, size = Placement.whole(name, parameter.shape), grid.extent("tensor")
+        placement, size = Placement.whole(name, parameter.shape), grid.axis_size("tensor")
         if size > 1 and parameter.shape[0] % size == 0 and not name.startswith("2."):
             placement = placement.cut_dim(
                 0, [chunk_range(parameter.shape[0], at["tensor"], size)], "tensor"
             )
-        if grid.extent("shard") > 1:
+        if grid.axis_size("shard") > 1:
             placement = placement.cut_flat(
-                *chunk_range(placement.numel, at["shard"], grid.extent("shard")), "shard"
+                *chunk_range(placement.numel, at["shard"], grid.axis_size("shard")), "shard"
             )
         if placement.axes:
             for key, value in states["state"].get(number, {}).items():
@@ -155,10 +155,17 @@ class Worker:
         agreement = Agreement(group)
         context: Any = SimpleNamespace(agreement=agreement, group=group, announce=self.said.append)
         state_layout = StateLayout(grid, rank, placements)
-        self.state = Versioned(model=self.model, optimizer=self.optimizer)
+        self.state = VersionedState(model=self.model, optimizer=self.optimizer)
         abilities: Any = SimpleNamespace(converge=lambda: None)
         sync: Any = self.sync
-        mine: Any = Randomness(), sync, abilities, [self.optimizer], state_layout, self.said.append
+        mine: Any = (
+            GeneratorStates(),
+            sync,
+            abilities,
+            [self.optimizer],
+            state_layout,
+            self.said.append,
+        )
         own = WorkerState(*mine, generator=WorkerGenerator(0, rank, torch.device("cpu")))
         self.saving = CheckpointSaver(
             self.state,
@@ -191,9 +198,9 @@ def save(folder: Path, layout: str, *, background: bool = False, step: int = 3) 
             with torch.no_grad():
                 for tensor in worker.model.state_dict().values():
                     tensor.fill_(-1)
-        worker.saving.wait()
+        worker.saving.wait_for_write()
         assert (
-            worker.saving.last() == b""
+            worker.saving.raise_write_error() == b""
             and worker.history.events == []
             and len(worker.history.saves) == 1
         )
@@ -206,9 +213,14 @@ def resume(folder: Path, layout: str) -> None:
     """All workers have what `cut` gives to them of the model that was trained in one process."""
 
     def body(worker: Worker) -> None:
-        assert worker.saving.resume([folder]) is not None
+        assert worker.saving.resume_newest([folder]) is not None
         model, optimizer = logical()
-        cut(model, optimizer, worker.saving._parts.layout.mesh, worker.saving._agreement.group.rank)
+        cut(
+            model,
+            optimizer,
+            worker.saving._cut_parts.layout.mesh,
+            worker.saving._agreement.group.rank,
+        )
         worker_like = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
         for number, kept in optimizer.state_dict()["state"].items():
             worker_like |= {f"optimizer.{number}.{key}": value for key, value in kept.items()}
@@ -241,7 +253,7 @@ def test_in_the_background(tmp_path: Path, layout: str) -> None:
 
 def test_each_block_is_written_once_and_by_several(tmp_path: Path) -> None:
     save(tmp_path, "data=2, tensor=2")
-    found = checkpoint.load(tmp_path, say=print, lazy=True)
+    found = checkpoint.load_checkpoint(tmp_path, say=print, lazy=True)
     files = {block.file for tensor in found.index.values() for block in tensor.blocks}
     assert files == {
         "tensors.safetensors",
@@ -268,7 +280,7 @@ def test_what_workers_have_for_themselves(tmp_path: Path) -> None:
     save(tmp_path, "data=2, tensor=2")
 
     def body(worker: Worker) -> tuple[list[float], list[str]]:
-        worker.saving.resume([tmp_path])
+        worker.saving.resume_newest([tmp_path])
         return worker.sync.came, worker.said
 
     same = workers("data=2, tensor=2", body)
@@ -282,7 +294,7 @@ def test_what_workers_have_for_themselves(tmp_path: Path) -> None:
 
 
 def failing(number: int) -> Callable[..., Any]:
-    write = disk.write
+    write = disk.write_file
 
     def act(path: Path, *args: Any, **options: Any) -> Any:
         if path.name == f"blocks-{number:05d}.safetensors":
@@ -298,7 +310,7 @@ def test_a_worker_that_cannot_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, background: bool
 ) -> None:
     save(tmp_path, "tensor=2", step=1)
-    monkeypatch.setattr(disk, "write", failing(number))
+    monkeypatch.setattr(disk, "write_file", failing(number))
     order = SaveRequest(tmp_path, 2, 3, background)
 
     def body(worker: Worker) -> None:
@@ -350,7 +362,7 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path, layout
         with pytest.raises(
             CheckpointError, match=r"model.3.weight is .*\[4, 6\] in it, .*\[2, 6\] here"
         ) as raised:
-            worker.saving.resume([tmp_path])
+            worker.saving.resume_newest([tmp_path])
         assert "model.extra.weight" in str(raised.value) and "\n" not in str(raised.value)
         assert all(torch.equal(tensor, before[name]) for name, tensor in worker.tensors().items())
 

@@ -20,9 +20,9 @@ from torch.nn import functional as F
 
 from paceline.checkpoint.files import checkpoint, disk
 from paceline.errors import CheckpointError, Mismatch, PacelineError, UsageError
-from paceline.notation import parse
+from paceline.notation import parse_notation
 from paceline.session.run import Run
-from paceline.state.snapshot import pack
+from paceline.state.snapshot import make_snapshot
 from tests.harness.runs import batches, workers
 
 
@@ -34,7 +34,7 @@ class Gate:
         self.begun = threading.Semaphore(0)
         self.steps: list[int] = []
         self.most = self._under_way = 0
-        self._write = checkpoint.write
+        self._write = checkpoint.write_checkpoint
 
     def write(self, folder: Path, state: Any, step: int, **options: Any) -> Path:
         self._under_way += 1
@@ -50,7 +50,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     found = Gate()
-    monkeypatch.setattr(checkpoint, "write", found.write)
+    monkeypatch.setattr(checkpoint, "write_checkpoint", found.write)
     yield found
     found.open.set()
 
@@ -73,7 +73,7 @@ def train(run: Run, each: Callable[[int], None]) -> None:
 
 
 def loaded(folder: Path, **options: Any) -> checkpoint.Checkpoint:
-    return checkpoint.load(folder / "test" / "checkpoints", say=print, **options)
+    return checkpoint.load_checkpoint(folder / "test" / "checkpoints", say=print, **options)
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -91,24 +91,26 @@ def test_it_holds_the_state_of_the_save_though_training_went_on(
             if step == 2:
                 path = run.save(background=True)
                 wanted[run.rank] = [
-                    run._prepared.state.snapshot(copy=False).sha256(),
-                    run._own.snapshot().sha256(),
+                    run._prepared.state.take_snapshot(copy=False).compute_sha256(),
+                    run._own.pack_snapshot().compute_sha256(),
                     str(path),
                 ]
                 assert not path.exists()
             if step == 5 and run.is_first:
                 # what it was made of has changed
-                assert wanted[0][0] != run._prepared.state.snapshot(copy=False).sha256()
-                assert size == 1 or wanted[0][1] != run._own.snapshot().sha256()
+                assert (
+                    wanted[0][0] != run._prepared.state.take_snapshot(copy=False).compute_sha256()
+                )
+                assert size == 1 or wanted[0][1] != run._own.pack_snapshot().compute_sha256()
                 gate.open.set()
 
         train(run, each)
 
-    workers(size, body, folder=tmp_path, strategy=parse(sync))
+    workers(size, body, folder=tmp_path, strategy=parse_notation(sync))
     found = loaded(tmp_path)
     assert (found.step, str(found.path)) == (2, wanted[0][2])
-    assert found.snapshot.sha256() == wanted[0][0]
-    assert {rank: state.sha256() for rank, state in found.own.items()} == {
+    assert found.snapshot.compute_sha256() == wanted[0][0]
+    assert {rank: state.compute_sha256() for rank, state in found.worker_snapshots.items()} == {
         rank: wanted[rank][1] for rank in range(size)
     }
 
@@ -125,7 +127,7 @@ def test_it_is_resumed_like_any_other(tmp_path: Path) -> None:
     for background in (False, True):
         workers(1, partial(body, background), folder=tmp_path / str(background))
     plain, other = (loaded(tmp_path / str(background)) for background in (False, True))
-    assert plain.snapshot.sha256() == other.snapshot.sha256()
+    assert plain.snapshot.compute_sha256() == other.snapshot.compute_sha256()
     assert workers(2, again, folder=tmp_path / "True") == [3, 3]
 
 
@@ -200,12 +202,12 @@ def test_memory_is_used_again_and_let_go(tmp_path: Path) -> None:
     def body(run: Run) -> None:
         def each(step: int) -> None:
             run.save(background=True)
-            assert run._saving._memory is not None
-            places.append(run._saving._memory.place(0, 1).data_ptr())
+            assert run._saving._copy_memory is not None
+            places.append(run._saving._copy_memory.get_block(0, 1).data_ptr())
 
         train(run, each)
         run.close()
-        assert run._saving._memory is None
+        assert run._saving._copy_memory is None
 
     workers(1, body, folder=tmp_path)
     assert len(places) == 5 and len(set(places)) == 1
@@ -253,13 +255,13 @@ def test_arguments_are_checked_on_all(tmp_path: Path, background: bool) -> None:
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A disk that has no room for the first checkpoint."""
-    real = disk.write
+    real = disk.write_file
 
     def refuse(path: Path, *parts: Any, **options: Any) -> Any:
-        monkeypatch.setattr(disk, "write", real)
+        monkeypatch.setattr(disk, "write_file", real)
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(disk, "write", refuse)
+    monkeypatch.setattr(disk, "write_file", refuse)
     return refuse
 
 
@@ -340,7 +342,7 @@ def test_a_disk_that_hangs_is_given_up(tmp_path: Path, gate: Gate) -> None:
     errors: dict[int, str] = {}
 
     def body(run: Run) -> None:
-        run._saving._patience = 0.2
+        run._saving._write_timeout = 0.2
 
         def each(step: int) -> None:
             if step == 2:
@@ -349,7 +351,7 @@ def test_a_disk_that_hangs_is_given_up(tmp_path: Path, gate: Gate) -> None:
                 errors[run.rank] = caught(lambda: run.save(background=True))
                 gate.open.set()
                 # what was held back is written now, as fast as a busy machine can
-                run._saving._patience = 20.0
+                run._saving._write_timeout = 20.0
 
         train(run, each)
 
@@ -363,7 +365,7 @@ def test_a_disk_that_hangs_is_given_up(tmp_path: Path, gate: Gate) -> None:
 
 def test_patience_ends_before_that_of_the_others(tmp_path: Path) -> None:
     workers(1, lambda run: [ready(run), run.save()], folder=tmp_path)
-    [patience] = workers(1, lambda run: run._saving._patience)
+    [patience] = workers(1, lambda run: run._saving._write_timeout)
     assert patience == 10.0  # of start(deadline=20)
 
 
@@ -374,7 +376,7 @@ def test_what_was_promised_by_a_worker_that_died_is_missed(tmp_path: Path) -> No
         def each(step: int) -> None:
             if step == 2:
                 # as another first worker would have left it
-                run._saving._promised = tmp_path / "step-00000001"
+                run._saving._promised_path = tmp_path / "step-00000001"
             if step == 4:
                 run.save()
 
@@ -390,11 +392,11 @@ def test_what_was_promised_by_a_worker_that_died_is_missed(tmp_path: Path) -> No
 def test_what_another_version_had_for_each_worker_is_named(tmp_path: Path) -> None:
     def body(run: Run) -> None:
         ready(run)
-        checkpoint.save(
+        checkpoint.save_checkpoint(
             run.folder.checkpoints,
-            run._prepared.state.snapshot(),
+            run._prepared.state.take_snapshot(),
             1,
-            own={0: pack({"randomness": None, "moon": 1})},
+            own={0: make_snapshot({"randomness": None, "moon": 1})},
         )
         run.resume()
 

@@ -53,10 +53,11 @@ def test_the_writer_dies_and_another_worker_saves_next(job: Jobs, tmp_path: Path
     folder = tmp_path / "runs" / "run" / "checkpoints"
     # the best, and the newest
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000020", "step-00000025"]
-    assert [checkpoint.load(folder, say=print, best=best).own.keys() for best in (True, False)] == [
-        {0, 1}
-    ] * 2
-    assert checkpoint.load(folder, say=print, best=True).step == 20
+    assert [
+        checkpoint.load_checkpoint(folder, say=print, best=best).worker_snapshots.keys()
+        for best in (True, False)
+    ] == [{0, 1}] * 2
+    assert checkpoint.load_checkpoint(folder, say=print, best=True).step == 20
     assert "step 20 is the best so far: 4, after 9 at step 15" in ended.err
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert summary["checkpoints"]["best"] == {
@@ -118,9 +119,9 @@ def test_killed_at_any_moment(job: Jobs, tmp_path: Path, turn: int) -> None:
     started.process.kill()
     started.end()
     folder = tmp_path / "runs" / "run" / "checkpoints"
-    found = checkpoint.load(folder, say=print)
+    found = checkpoint.load_checkpoint(folder, say=print)
     assert torch.equal(
-        found.snapshot.unpack()["kept.step"]["x"], torch.full((300_000,), float(found.step))
+        found.snapshot.unpack_state()["kept.step"]["x"], torch.full((300_000,), float(found.step))
     )
     assert found.step >= 3
 

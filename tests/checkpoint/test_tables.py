@@ -62,7 +62,7 @@ def test_a_run_goes_on(
     """
     monkeypatch.setattr(client, "PART_BYTES", 7 * DIM * 8)
     workers(before[0], lambda run: body(run, kind, before[1], until=9), folder=tmp_path)
-    (found,) = catalogue.newest(tmp_path / "test" / "checkpoints")
+    (found,) = catalogue.list_newest(tmp_path / "test" / "checkpoints")
     assert len(list(found.glob("table-000-*.safetensors"))) > 4, "part by part"
     resumed = workers(after[0], lambda run: body(run, kind, after[1], folder=tmp_path, seed=5))
     assert distance(resumed[0], one(kind, epochs=3)) < 1e-9 and torch.equal(resumed[0], resumed[-1])
@@ -84,7 +84,7 @@ def test_a_save_in_the_background_is_one_at_once(tmp_path: Path) -> None:
 
 def test_what_is_damaged_is_noticed(tmp_path: Path) -> None:
     workers(1, lambda run: body(run, "sgd", 1, until=5), folder=tmp_path)
-    (found,) = catalogue.newest(tmp_path / "test" / "checkpoints")
+    (found,) = catalogue.list_newest(tmp_path / "test" / "checkpoints")
     path = found / "table-001-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -101,9 +101,9 @@ def test_other_optimizers_are_refused(tmp_path: Path) -> None:
 
 def test_other_tables_are_refused(tmp_path: Path) -> None:
     workers(1, lambda run: body(run, "sgd", 1, until=5), folder=tmp_path)
-    found = checkpoint.load(tmp_path / "test" / "checkpoints", say=print)
+    found = checkpoint.load_checkpoint(tmp_path / "test" / "checkpoints", say=print)
     with pytest.raises(
         CheckpointError,
         match=r"the sparse tables first \(60 x 4 float64, SGD\), second .*, and this run has none",
     ):
-        tables.restore([], found)
+        tables.restore_tables([], found)

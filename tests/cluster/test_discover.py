@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import secret
-from paceline.cluster.discover import JobStart, Place, discover, expand, fixed_port
-from paceline.cluster.machine import cores, quota
+from paceline.cluster.discover import JobStart, Place, derive_port, discover_place, expand_nodelist
+from paceline.cluster.machine import count_cores, read_cpu_quota
 from paceline.errors import PlaceError, SecretError
 
 TORCHRUN = {
@@ -60,43 +60,43 @@ def stands(place: Place) -> tuple[str, int, int, int, int, int | None, int]:
 
 
 def test_alone():
-    place = discover({})
+    place = discover_place({})
     assert stands(place) == ("alone", 0, 1, 0, 1, 0, 1)
     assert place.meeting is None and place.secret is None and place.hostname and not place.bar
     assert (
-        discover({"TERM": "xterm"}).bar
-        and not discover({"TERM": "xterm", "CI": "1"}).bar
-        and not discover({"TERM": "dumb"}).bar
+        discover_place({"TERM": "xterm"}).bar
+        and not discover_place({"TERM": "xterm", "CI": "1"}).bar
+        and not discover_place({"TERM": "dumb"}).bar
     )
     assert (
-        discover({"TERM": "xterm"}).breaks
-        and not discover({"TERM": "xterm", "XTERM_VERSION": "XTerm(372)"}).breaks
+        discover_place({"TERM": "xterm"}).breaks
+        and not discover_place({"TERM": "xterm", "XTERM_VERSION": "XTerm(372)"}).breaks
     )
 
 
 def test_torchrun():
-    place = discover(TORCHRUN)
+    place = discover_place(TORCHRUN)
     assert stands(place) == ("torchrun", 5, 6, 1, 2, 2, 3)
     assert place.meeting == ("node0", 29500) and place.agent_store and place.attempt == 1
-    assert not discover(TORCHRUN | {"TERM": "xterm"}).bar  # others write to the same terminal
+    assert not discover_place(TORCHRUN | {"TERM": "xterm"}).bar  # others write to the same terminal
 
 
 def test_torchrun_without_its_store_and_without_local_variables():
-    place = discover({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+    place = discover_place({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert stands(place) == ("torchrun", 1, 3, 0, 1, 1, 3)
     assert not place.agent_store
 
 
 def test_slurm():
-    place = discover(SLURM)
+    place = discover_place(SLURM)
     assert stands(place) == ("slurm", 4, 5, 0, 1, 2, 3)
-    assert place.meeting == ("node08", fixed_port("slurm", "77", "0"))
-    assert discover(SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).local_size == 2
-    assert discover(SLURM | {"MASTER_ADDR": "x", "MASTER_PORT": "9"}).meeting == ("x", 9)
+    assert place.meeting == ("node08", derive_port("slurm", "77", "0"))
+    assert discover_place(SLURM | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).local_size == 2
+    assert discover_place(SLURM | {"MASTER_ADDR": "x", "MASTER_PORT": "9"}).meeting == ("x", 9)
 
 
 def test_slurm_on_one_host_meets_on_loopback():
-    place = discover(
+    place = discover_place(
         SLURM
         | {
             "SLURM_NODEID": "0",
@@ -111,53 +111,53 @@ def test_slurm_on_one_host_meets_on_loopback():
 
 def test_a_slurm_batch_script_is_no_task():
     assert (
-        discover({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}).launcher
+        discover_place({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1"}).launcher
         == "alone"
     )
 
 
 def test_openmpi():
-    place = discover(OPENMPI)
+    place = discover_place(OPENMPI)
     assert stands(place) == ("openmpi", 1, 2, 1, 2, 0, 1)
-    assert place.meeting == ("127.0.0.1", fixed_port("openmpi", "prterun-a-17@1"))
+    assert place.meeting == ("127.0.0.1", derive_port("openmpi", "prterun-a-17@1"))
 
 
 @pytest.mark.parametrize("mpi", [OPENMPI, MPICH])
 def test_mpirun_inside_slurm_is_mpi(mpi):
     """mpirun starts its deputies with srun: all ranks of a host see the deputy's SLURM_PROCID."""
-    assert discover(SLURM | mpi).launcher in {"openmpi", "mpich"}
+    assert discover_place(SLURM | mpi).launcher in {"openmpi", "mpich"}
 
 
 def test_srun_with_pmi_is_slurm():
-    assert discover(SLURM | {"PMI_RANK": "4", "PMI_SIZE": "5"}).launcher == "slurm"
+    assert discover_place(SLURM | {"PMI_RANK": "4", "PMI_SIZE": "5"}).launcher == "slurm"
 
 
 def test_mpich_derives_its_port_from_the_parent():
-    place = discover(MPICH)
+    place = discover_place(MPICH)
     assert stands(place) == ("mpich", 1, 2, 1, 2, 0, 1)
-    assert place.meeting == ("127.0.0.1", fixed_port("mpich", os.getppid()))
+    assert place.meeting == ("127.0.0.1", derive_port("mpich", os.getppid()))
 
 
 def test_pmi():
-    assert stands(discover({"PMI_RANK": "0", "PMI_SIZE": "1"})) == ("pmi", 0, 1, 0, 1, 0, 1)
+    assert stands(discover_place({"PMI_RANK": "0", "PMI_SIZE": "1"})) == ("pmi", 0, 1, 0, 1, 0, 1)
     with pytest.raises(PlaceError, match="PMI_LOCAL_RANK and PMI_LOCAL_SIZE"):
-        discover({"PMI_RANK": "0", "PMI_SIZE": "2"})
+        discover_place({"PMI_RANK": "0", "PMI_SIZE": "2"})
 
 
 def test_mpi_on_several_hosts_needs_an_address():
     spread = OPENMPI | {"OMPI_COMM_WORLD_SIZE": "4"}
     with pytest.raises(PlaceError, match="set MASTER_ADDR"):
-        discover(spread)
+        discover_place(spread)
     with pytest.raises(PlaceError, match="MASTER_PORT isn't set"):
-        discover(spread | {"MASTER_ADDR": "a"})
-    place = discover(spread | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
+        discover_place(spread | {"MASTER_ADDR": "a"})
+    place = discover_place(spread | {"MASTER_ADDR": "a", "MASTER_PORT": "1"})
     assert place.meeting == ("a", 1) and place.hosts == 2 and place.host_rank is None
 
 
 def test_paceline_comes_first():
-    descriptor = secret.lend(b"0123456789abcdef")
+    descriptor = secret.write_secret_descriptor(b"0123456789abcdef")
     try:
-        place = discover(
+        place = discover_place(
             SLURM
             | TORCHRUN
             | {
@@ -169,7 +169,7 @@ def test_paceline_comes_first():
             | {"PACELINE_SECRET_FD": str(descriptor)}
         )
         assert (
-            discover(
+            discover_place(
                 {**TORCHRUN, "PACELINE_STORE": "a:1", "PACELINE_SECRET_FD": str(descriptor)}
             ).secret
             == b"0123456789abcdef"
@@ -184,17 +184,17 @@ def test_paceline_comes_first():
 def test_which_start_of_its_job_it_is():
     ours = {**TORCHRUN, "PACELINE_STORE": "a:1"}
     start = JobStart("runs/x", 3, 1.5, ((2.0, "rank 1 was killed"),))
-    assert discover({**ours, "PACELINE_JOB_START": start.dump()}).job_start == start
+    assert discover_place({**ours, "PACELINE_JOB_START": start.dump()}).job_start == start
     assert (
-        discover({**ours, "PACELINE_JOB_START": ""}).job_start is None
-        and discover(ours).job_start is None
+        discover_place({**ours, "PACELINE_JOB_START": ""}).job_start is None
+        and discover_place(ours).job_start is None
     )
     # it was started by another launcher
-    assert discover({**TORCHRUN, "PACELINE_JOB_START": start.dump()}).job_start is None
+    assert discover_place({**TORCHRUN, "PACELINE_JOB_START": start.dump()}).job_start is None
 
 
 def test_what_a_user_sets():
-    place = discover(
+    place = discover_place(
         {
             "PACELINE_SECRET": " 0123456789abcdef\n",
             "PACELINE_NAME": "n",
@@ -208,7 +208,7 @@ def test_what_a_user_sets():
             "PACELINE_SERVERS": "3",
         }
     )
-    assert place.servers == 3 and discover({}).servers is None
+    assert place.servers == 3 and discover_place({}).servers is None
     assert place.secret == b"0123456789abcdef"
     assert (place.run_name, place.sync, place.interface, place.deadline) == (
         "n",
@@ -216,11 +216,14 @@ def test_what_a_user_sets():
         "eth0",
         2.5,
     )
-    assert (place.shares, discover({}).shares) == ("auto", None)
-    assert (place.cluster, discover({"PACELINE_CLUSTER": ""}).cluster) == ("/x/cluster.json", None)
+    assert (place.shares, discover_place({}).shares) == ("auto", None)
+    assert (place.cluster, discover_place({"PACELINE_CLUSTER": ""}).cluster) == (
+        "/x/cluster.json",
+        None,
+    )
     assert (place.mesh, place.cut) == ("data, tensor=2", "shard()") and (
-        discover({}).mesh,
-        discover({}).cut,
+        discover_place({}).mesh,
+        discover_place({}).cut,
     ) == (None, None)
 
 
@@ -244,17 +247,17 @@ def test_what_a_user_sets():
 )
 def test_what_makes_no_sense_is_named(environ, words):
     with pytest.raises(PlaceError, match=words):
-        discover(environ)
+        discover_place(environ)
 
 
 def test_a_short_secret_is_refused():
     with pytest.raises(SecretError, match=r"token_hex"):
-        discover({"PACELINE_SECRET": "short"})
+        discover_place({"PACELINE_SECRET": "short"})
 
 
 def test_a_secret_that_is_not_inherited_is_explained():
     with pytest.raises(SecretError, match="started by a worker"):
-        discover(TORCHRUN | {"PACELINE_STORE": "a:1", "PACELINE_SECRET_FD": "9999"})
+        discover_place(TORCHRUN | {"PACELINE_STORE": "a:1", "PACELINE_SECRET_FD": "9999"})
 
 
 @pytest.mark.parametrize(
@@ -269,12 +272,12 @@ def test_a_secret_that_is_not_inherited_is_explained():
     ],
 )
 def test_node_lists(text, names):
-    assert list(expand(text)) == names
+    assert list(expand_nodelist(text)) == names
 
 
 def test_fixed_ports_stay_below_the_ephemeral_range():
-    assert all(20_000 <= fixed_port("job", number) < 32_000 for number in range(200))
-    assert fixed_port("a", 1) == fixed_port("a", 1) != fixed_port("a", 2)
+    assert all(20_000 <= derive_port("job", number) < 32_000 for number in range(200))
+    assert derive_port("a", 1) == derive_port("a", 1) != derive_port("a", 2)
 
 
 class TestCores:
@@ -297,8 +300,8 @@ class TestCores:
                 "cpu.max": "400000 100000",
             },
         )
-        assert quota(*where) == 1.5
-        assert cores(*where) == min(2, len(os.sched_getaffinity(0)))
+        assert read_cpu_quota(*where) == 1.5
+        assert count_cores(*where) == min(2, len(os.sched_getaffinity(0)))
 
     def test_version_1(self, tmp_path):
         files = {
@@ -307,11 +310,11 @@ class TestCores:
             "cpu,cpuacct/cpu.cfs_quota_us": "-1",
         }
         where = self.groups(tmp_path, "3:cpu,cpuacct:/x\n1:memory:/y\n", files)
-        assert quota(*where) == 0.5
-        assert cores(*where) == 1
+        assert read_cpu_quota(*where) == 0.5
+        assert count_cores(*where) == 1
 
     def test_no_quota(self, tmp_path):
         where = self.groups(tmp_path, "0::/\n", {"cpu.max": "max 100000"})
-        assert quota(*where) is None
-        assert cores(*where) == len(os.sched_getaffinity(0))
-        assert quota(tmp_path / "absent", tmp_path) is None
+        assert read_cpu_quota(*where) is None
+        assert count_cores(*where) == len(os.sched_getaffinity(0))
+        assert read_cpu_quota(tmp_path / "absent", tmp_path) is None

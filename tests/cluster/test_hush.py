@@ -36,12 +36,12 @@ def shown(*written: bytes) -> tuple[str, str]:
     found = b""
     for piece in written:
         os.write(writer, piece)
-        while stream.read():
+        while stream.read_output():
             pass
-        while screen.pending:
-            screen.write()
+        while screen.has_pending:
+            screen.write_pending()
             found += os.read(there, 1 << 16)
-    tail = stream.tail()
+    tail = stream.get_tail()
     stream.close()
     for descriptor in (there, here, writer):
         os.close(descriptor)

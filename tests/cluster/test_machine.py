@@ -65,8 +65,8 @@ def grouped(folder: Path, lines: str, **files: str) -> dict[str, Path]:
 
 def test_memory_without_limits_is_the_machines(tmp_path: Path) -> None:
     where = grouped(tmp_path, "0::/job\n", job__memory_at_max="max", job__memory_at_current="5")
-    assert machine.memory_size(**where) == (1_024_000, 409_600)
-    assert machine.memory_size(tmp_path / "none", tmp_path / "none", tmp_path) == (0, 0)
+    assert machine.measure_memory(**where) == (1_024_000, 409_600)
+    assert machine.measure_memory(tmp_path / "none", tmp_path / "none", tmp_path) == (0, 0)
 
 
 def test_the_limits_of_all_enclosing_groups_count(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_the_limits_of_all_enclosing_groups_count(tmp_path: Path) -> None:
         "job__in__memory_at_current": "20000\n",
         "job__in__memory_at_stat": "",
     }
-    assert machine.memory_size(**grouped(tmp_path, "0::/job/in\n", **outer, **inner)) == (
+    assert machine.measure_memory(**grouped(tmp_path, "0::/job/in\n", **outer, **inner)) == (
         250_000,
         200_000,
     )
@@ -95,14 +95,14 @@ def test_limits_of_the_first_version_count_too(tmp_path: Path) -> None:
         "memory__job__memory_at_stat": "total_inactive_file 4000\n",
         "memory__memory_at_limit_in_bytes": str((1 << 63) - 4096),
     }
-    assert machine.memory_size(**grouped(tmp_path, "5:memory:/job\n4:cpu:/job\n", **files)) == (
+    assert machine.measure_memory(**grouped(tmp_path, "5:memory:/job\n4:cpu:/job\n", **files)) == (
         100_000,
         5_000,
     )
 
 
 def test_the_clock_of_the_fastest_core_counts(tmp_path: Path) -> None:
-    assert machine.clock(tmp_path) == (0.0, 0.0, "")
+    assert machine.read_clock(tmp_path) == (0.0, 0.0, "")
     for core, (now, governor) in enumerate(((1_200_000, "powersave"), (800_000, "powersave"))):
         folder = tmp_path / f"cpu{core}" / "cpufreq"
         folder.mkdir(parents=True)
@@ -113,13 +113,13 @@ def test_the_clock_of_the_fastest_core_counts(tmp_path: Path) -> None:
         ):
             (folder / name).write_text(f"{value}\n")
     (tmp_path / "cpufreq").mkdir()
-    assert machine.clock(tmp_path) == (1.2e9, 3.2e9, "powersave")
+    assert machine.read_clock(tmp_path) == (1.2e9, 3.2e9, "powersave")
 
 
 def test_what_a_machine_is_called(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some CPU: 2 GHz\n")
     assert (
-        machine.processor(tmp_path / "cpuinfo") == "Some CPU: 2 GHz"
-        and machine.processor(tmp_path / "none") == ""
+        machine.read_processor_name(tmp_path / "cpuinfo") == "Some CPU: 2 GHz"
+        and machine.read_processor_name(tmp_path / "none") == ""
     )
-    assert machine.boot() == machine.boot() and len(machine.boot()) == 16
+    assert machine.identify_boot() == machine.identify_boot() and len(machine.identify_boot()) == 16

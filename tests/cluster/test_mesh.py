@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from paceline.cluster.mesh import AXES, Mesh, choose, lay_out, read
+from paceline.cluster.mesh import AXIS_NAMES, Mesh, choose_mesh, lay_out_mesh, parse_mesh
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
 
@@ -33,9 +33,9 @@ def clusters(draw: st.DrawFn, size: int) -> Topology:
 
 @st.composite
 def laid_out(draw: st.DrawFn) -> tuple[Mesh, Topology]:
-    sizes = draw(st.dictionaries(st.sampled_from(AXES), st.integers(1, 3), min_size=1))
+    sizes = draw(st.dictionaries(st.sampled_from(AXIS_NAMES), st.integers(1, 3), min_size=1))
     topology = draw(clusters(prod(sizes.values())))
-    return lay_out(dict(sizes), topology), topology
+    return lay_out_mesh(dict(sizes), topology), topology
 
 
 @given(laid_out())
@@ -47,17 +47,17 @@ def test_coordinates_are_all_different_and_groups_are_parts_of_the_whole(
     places = [tuple(mesh.coordinates(rank).values()) for rank in range(mesh.size)]
     assert len(set(places)) == mesh.size
     for name, size in mesh.axes:
-        groups = mesh.groups([name])
+        groups = mesh.rank_groups_along([name])
         assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
-        assert all(len(group) == size == mesh.extent(name) for group in groups)
+        assert all(len(group) == size == mesh.axis_size(name) for group in groups)
         for group in groups:
             assert [mesh.coordinates(rank)[name] for rank in group] == list(range(size))
-            assert len({mesh.index(rank, set(mesh.names) - {name}) for rank in group}) == 1
-    assert mesh.groups(mesh.names) == (mesh.group(0, mesh.names),)
-    assert sorted(mesh.group(0, mesh.names), key=lambda rank: mesh.index(rank, mesh.names)) == list(
-        mesh.grid
-    )
-    assert mesh.group(0, []) == (0,)
+            assert len({mesh.index_along(rank, set(mesh.names) - {name}) for rank in group}) == 1
+    assert mesh.rank_groups_along(mesh.names) == (mesh.ranks_along(0, mesh.names),)
+    assert sorted(
+        mesh.ranks_along(0, mesh.names), key=lambda rank: mesh.index_along(rank, mesh.names)
+    ) == list(mesh.grid)
+    assert mesh.ranks_along(0, []) == (0,)
 
 
 @given(
@@ -79,27 +79,27 @@ def test_what_talks_most_is_inside_a_host_wherever_that_is_possible(
             for end, held in zip(ends, hosts, strict=True)
         )
     )
-    mesh = lay_out({"data": None, "shard": shard, "tensor": tensor}, topology)
+    mesh = lay_out_mesh({"data": None, "shard": shard, "tensor": tensor}, topology)
     assert not mesh.crosses_hosts("tensor", topology) and not mesh.crosses_hosts("shard", topology)
-    assert mesh.extent("data") == sum(hosts) and mesh.crosses_hosts("data", topology) == (
+    assert mesh.axis_size("data") == sum(hosts) and mesh.crosses_hosts("data", topology) == (
         len(hosts) > 1
     )
 
 
 def test_hosts_of_odd_sizes_share_what_is_left_over() -> None:
-    mesh = lay_out(read("data, tensor=4"), cluster((0, 1, 2), (3, 4, 5, 6), (7,)))
-    assert mesh.groups(["tensor"]) == ((0, 1, 2, 7), (3, 4, 5, 6))
+    mesh = lay_out_mesh(parse_mesh("data, tensor=4"), cluster((0, 1, 2), (3, 4, 5, 6), (7,)))
+    assert mesh.rank_groups_along(["tensor"]) == ((0, 1, 2, 7), (3, 4, 5, 6))
     assert str(mesh) == "data=2, tensor=4"
 
 
 def test_without_other_axes_ranks_keep_their_order() -> None:
-    assert lay_out(read("data=4"), cluster((0, 2), (1, 3))).grid == (0, 1, 2, 3)
+    assert lay_out_mesh(parse_mesh("data=4"), cluster((0, 2), (1, 3))).grid == (0, 1, 2, 3)
 
 
 def test_the_order_in_which_axes_are_written_does_not_matter() -> None:
     topology = cluster((0, 1), (2, 3))
-    assert lay_out(read("tensor=2,data=2"), topology) == lay_out(
-        read(" data = 2 , tensor=2"), topology
+    assert lay_out_mesh(parse_mesh("tensor=2,data=2"), topology) == lay_out_mesh(
+        parse_mesh(" data = 2 , tensor=2"), topology
     )
 
 
@@ -124,7 +124,7 @@ def test_the_order_in_which_axes_are_written_does_not_matter() -> None:
 )
 def test_what_does_not_fit_says_what_would(text: Any, words: str) -> None:
     with pytest.raises(UsageError, match="mesh=") as caught:
-        lay_out(read(text), cluster(tuple(range(8))))
+        lay_out_mesh(parse_mesh(text), cluster(tuple(range(8))))
     assert words in str(caught.value)
 
 
@@ -136,7 +136,9 @@ def test_the_first_worker_has_the_first_place(found: tuple[Mesh, Topology]) -> N
 
 
 def test_the_axes_that_cut_a_model() -> None:
-    assert lay_out(read("data=4, tensor=2, shard=1"), cluster(tuple(range(8)))).cut == ("tensor",)
+    assert lay_out_mesh(
+        parse_mesh("data=4, tensor=2, shard=1"), cluster(tuple(range(8)))
+    ).cut_axes == ("tensor",)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +164,8 @@ def test_the_axes_that_cut_a_model() -> None:
 )
 def test_what_cannot_be_had_is_said(text: str, survives: bool, words: str) -> None:
     with pytest.raises(UsageError) as caught:
-        choose(text, cluster((0, 1, 2, 3)), survives=survives)
+        choose_mesh(text, cluster((0, 1, 2, 3)), survives=survives)
     assert words in str(caught.value)
-    assert choose("data=4, stage=1", cluster((0, 1, 2, 3)), survives=True).extent("data") == 4
+    assert (
+        choose_mesh("data=4, stage=1", cluster((0, 1, 2, 3)), survives=True).axis_size("data") == 4
+    )

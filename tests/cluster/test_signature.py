@@ -49,7 +49,7 @@ def met(base: Any, size: int = 2) -> list[Store]:
     def meet(rank: int) -> Store:
         found = Store(base, SECRET, path="paceline/0/1", deadline=60)
         place = Place(rank=rank, size=size, local_rank=rank, local_size=size, secret=SECRET)
-        assert stores.hosts(found, place).size == size
+        assert stores.discover_hosts(found, place).size == size
         return found
 
     with ThreadPoolExecutor(size) as pool:
@@ -61,33 +61,33 @@ class TestGarbage:
     @pytest.mark.parametrize("raw", GARBAGE, ids=range(len(GARBAGE)))
     def test_is_a_secret_error(self, raw: bytes, secret: bytes | None) -> None:
         with pytest.raises(SecretError, match="k in the store"):
-            Signer(secret, "paceline").open("k", raw)
+            Signer(secret, "paceline").verify_value("k", raw)
 
     @pytest.mark.parametrize("count", [5000, pytest.param(100_000, marks=pytest.mark.soak)])
     def test_what_is_nearly_right(self, count: int) -> None:
         drawn, seal = random.Random(31), Signer(SECRET, "paceline", "a start")
-        right = seal.close("k", {"rank": 3, "x": [1.5, None, "é"]}).encode()
+        right = seal.sign_value("k", {"rank": 3, "x": [1.5, None, "é"]}).encode()
         for _ in range(count):
             wrong, place = bytearray(right), drawn.randrange(len(right))
             wrong[place : place + drawn.randrange(1, 3)] = drawn.randbytes(drawn.randrange(3))
             if bytes(wrong).lower() != right.lower():
                 with pytest.raises(SecretError):
-                    seal.open("k", bytes(wrong))
-        assert seal.open("k", right) == {"rank": 3, "x": [1.5, None, "é"]}
+                    seal.verify_value("k", bytes(wrong))
+        assert seal.verify_value("k", right) == {"rank": 3, "x": [1.5, None, "é"]}
 
     def test_in_a_store(self) -> None:
-        found = stores.memory(SECRET)
+        found = stores.make_local_store(SECRET)
         for raw in ("\x00", "[]", "1" * 70):
             found.torch.set("k", raw)
             with pytest.raises(SecretError):
                 found.take("k")
-        assert found.look(["k"]) == [None]
+        assert found.read_values(["k"]) == [None]
 
     def test_where_starts_are_counted(self) -> None:
         """What torch itself keeps there isn't signed; who writes to it keeps a job from
         starting, and is told of.
         """
-        with network.listen("127.0.0.1") as probe:
+        with network.open_listener("127.0.0.1") as probe:
             port = int(probe.getsockname()[1])
         other = TCPStore(
             "127.0.0.1",
@@ -103,10 +103,10 @@ class TestGarbage:
             rank=0, size=2, local_rank=0, local_size=2, secret=SECRET, meeting=("127.0.0.1", port)
         )
         with pytest.raises(PlaceError, match="another program has written there"):
-            stores.connect(place, deadline=60)
+            stores.connect_store(place, deadline=60)
         other.set("paceline/0/claims/0", "\x00\xff")
         with pytest.raises(PlaceError, match="another process is already rank 0"):
-            stores.connect(place, deadline=60)
+            stores.connect_store(place, deadline=60)
 
 
 class TestReplay:
@@ -119,7 +119,7 @@ class TestReplay:
         with pytest.raises(SecretError, match="another start of a job"):
             there.take("lr")
         here.put("lr", 0.2)
-        assert there.take("lr") == 0.2 and there.sub("x").look([]) == []
+        assert there.take("lr") == 0.2 and there.open_substore("x").read_values([]) == []
 
     def test_a_table_of_another_start_is_none(self) -> None:
         """Before a start is known by anything, by what each rank has drawn for it."""
@@ -128,13 +128,13 @@ class TestReplay:
         other.set("paceline/0/1/hosts/table", one.get("paceline/0/1/hosts/table"))
         place = Place(rank=1, size=2, local_rank=1, local_size=2, secret=SECRET)
         with pytest.raises(Mismatch, match="rank 1 is known to rank 0"):
-            stores.hosts(Store(other, SECRET, path="paceline/0/1", deadline=60), place)
+            stores.discover_hosts(Store(other, SECRET, path="paceline/0/1", deadline=60), place)
 
     def test_parts_of_a_store_are_bound_with_it(self) -> None:
         base = HashStore()
         here, there = met(base)
-        here.sub("a").sub("b").put("k", 1)
-        assert there.sub("a/b").take("k") == 1
+        here.open_substore("a").open_substore("b").put("k", 1)
+        assert there.open_substore("a/b").take("k") == 1
         with pytest.raises(SecretError):
             Store(base, SECRET, path="paceline/0/1/a/b").take("k")
 
@@ -144,11 +144,14 @@ class TestReplay:
         )
         again = tuple(member._replace(worker=member.worker + 65536) for member in members)
         marks = {
-            Roster(number, found).mark
+            Roster(number, found).unique_text
             for number in (1, 2)
             for found in (members, again, members[:1])
         }
-        assert len(marks) == 6 and Roster(1, members, broken=True).mark == Roster(1, members).mark
+        assert (
+            len(marks) == 6
+            and Roster(1, members, broken=True).unique_text == Roster(1, members).unique_text
+        )
 
 
 class TestGroups:

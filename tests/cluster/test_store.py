@@ -18,7 +18,7 @@ import pytest
 from paceline.cluster import network
 from paceline.cluster import store as stores
 from paceline.cluster.discover import Place
-from paceline.cluster.store_client import EndOfServer
+from paceline.cluster.store_client import ServerEndWaiter
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError, WorkerLost
 from paceline.timings import StoreTimings, Timings
 from tests.harness.jobs import wait_for
@@ -27,7 +27,7 @@ SECRET = b"0123456789abcdef"
 
 
 def free_port() -> int:
-    with network.listen("127.0.0.1") as probe:
+    with network.open_listener("127.0.0.1") as probe:
         return int(probe.getsockname()[1])
 
 
@@ -63,9 +63,9 @@ def test_values_pass_and_keys_have_prefixes(claims):
     done = threading.Barrier(3)
 
     def body(place: Place) -> Any:
-        store = stores.connect(place, deadline=60)
-        store.sub("a").put(str(place.rank), {"rank": place.rank, "x": [1.5, None, "é"]})
-        values = [store.sub("a").take(str(rank)) for rank in range(place.size)]
+        store = stores.connect_store(place, deadline=60)
+        store.open_substore("a").put(str(place.rank), {"rank": place.rank, "x": [1.5, None, "é"]})
+        values = [store.open_substore("a").take(str(rank)) for rank in range(place.size)]
         done.wait(60)  # rank 0 serves the store: it leaves with the last
         return values
 
@@ -75,7 +75,7 @@ def test_values_pass_and_keys_have_prefixes(claims):
 
 def test_a_store_that_is_gone_is_named(claims):
     def body(place: Place) -> Any:
-        store = stores.connect(place, deadline=60)
+        store = stores.connect_store(place, deadline=60)
         if place.rank == 0:
             store.take("there")
             return store.close()
@@ -88,14 +88,14 @@ def test_a_store_that_is_gone_is_named(claims):
 
 
 def test_torch_store_is_usable_beneath():
-    store = stores.memory()
+    store = stores.make_local_store()
     store.torch.set("k", "v")
     assert store.torch.get("k") == b"v"
-    assert not store.sub("other").torch.check(["k"])
+    assert not store.open_substore("other").torch.check(["k"])
 
 
 def test_a_forged_a_moved_and_an_unsigned_value_are_refused():
-    signed = stores.memory(SECRET)
+    signed = stores.make_local_store(SECRET)
     signed.put("a", 1)
     signed.torch.set("b", signed.torch.get("a"))
     with pytest.raises(SecretError, match="another secret"):
@@ -103,7 +103,7 @@ def test_a_forged_a_moved_and_an_unsigned_value_are_refused():
     signed.torch.set("c", "0{}")
     with pytest.raises(SecretError, match="isn't signed"):
         signed.take("c")
-    plain = stores.memory()
+    plain = stores.make_local_store()
     plain.torch.set("a", signed.torch.get("a"))
     with pytest.raises(SecretError, match="has no secret"):
         plain.take("a")
@@ -113,8 +113,8 @@ def test_the_first_word_stays_for_all(claims):
     done = threading.Barrier(4)
 
     def body(place: Place) -> Any:
-        store = stores.connect(place, deadline=60)
-        found = [store.first(f"word{turn}", place.rank) for turn in range(50)]
+        store = stores.connect_store(place, deadline=60)
+        found = [store.set_if_absent(f"word{turn}", place.rank) for turn in range(50)]
         assert found == [store.take(f"word{turn}") for turn in range(50)]
         done.wait(60)
         return found
@@ -125,15 +125,15 @@ def test_the_first_word_stays_for_all(claims):
 
 
 def test_a_first_word_that_somebody_else_signed_is_refused():
-    signed = stores.memory(SECRET)
+    signed = stores.make_local_store(SECRET)
     signed.torch.set("word", '0"go"')
     with pytest.raises(SecretError, match="isn't signed"):
-        signed.first("word", "void")
+        signed.set_if_absent("word", "void")
 
 
 def test_a_wait_ends_at_its_deadline():
     with pytest.raises(DeadlineExceeded, match=r"paceline/x/k .* 0\.2 s"):
-        stores.memory().sub("x").take("k", 0.2)
+        stores.make_local_store().open_substore("x").take("k", 0.2)
 
 
 def test_nobody_serves():
@@ -141,36 +141,38 @@ def test_nobody_serves():
     with pytest.raises(
         DeadlineExceeded, match=f"rank 1 on .* found no store at 127.0.0.1:{place.meeting[1]}"
     ) as caught:
-        stores.connect(place, deadline=0.5)
+        stores.connect_store(place, deadline=0.5)
     assert caught.value.missing == (0,)
 
 
 def test_a_name_that_means_nothing():
     with pytest.raises(DeadlineExceeded, match="can't be resolved"):
-        stores.connect(Place(rank=1, size=2, meeting=("no.such.host.invalid", 1)), deadline=0.3)
+        stores.connect_store(
+            Place(rank=1, size=2, meeting=("no.such.host.invalid", 1)), deadline=0.3
+        )
 
 
 def test_port_in_use_by_another_program():
-    with network.listen("127.0.0.1") as other:
+    with network.open_listener("127.0.0.1") as other:
         place = replace(places(2)[0], meeting=("127.0.0.1", other.getsockname()[1]))
         with pytest.raises(PlaceError, match="in use by another program"):
-            stores.connect(place, deadline=2)
+            stores.connect_store(place, deadline=2)
 
 
 def test_rank_0_must_be_at_the_meeting_point():
     with pytest.raises(PlaceError, match="isn't an address of it"):
-        stores.connect(Place(size=2, meeting=("198.51.100.7", 29500)), deadline=2)
+        stores.connect_store(Place(size=2, meeting=("198.51.100.7", 29500)), deadline=2)
 
 
 def test_the_inherited_socket_is_served():
-    listening = network.listen("127.0.0.1")
+    listening = network.open_listener("127.0.0.1")
     zero = Place(
         size=2,
         meeting=("127.0.0.1", listening.getsockname()[1]),
         store_fd=listening.fileno(),
         launcher="paceline",
     )
-    store = stores.connect(zero, deadline=60)
+    store = stores.connect_store(zero, deadline=60)
     store.put("a", 1)
     assert store.take("a") == 1
     store.close()
@@ -182,7 +184,7 @@ def test_two_processes_with_one_rank(claims):
 
     def body(place: Place) -> Any:
         try:
-            store = stores.connect(place, deadline=60)
+            store = stores.connect_store(place, deadline=60)
         except PlaceError:
             refused.set()
             raise
@@ -205,11 +207,11 @@ def test_who_starts_again_looks_for_no_store_while_the_last_one_ends(claims, mon
     second = replace(
         second, timings=replace(Timings(), store=replace(StoreTimings(), ending=3600.0))
     )
-    zero, one = (future.result() for future in together(stores.connect, [first, second]))
+    zero, one = (future.result() for future in together(stores.connect_store, [first, second]))
     awaited, ended, order = threading.Event(), threading.Event(), []
-    wait, join = EndOfServer.wait, stores._join
+    wait, join = ServerEndWaiter.wait, stores._connect_until
 
-    def waits(self: EndOfServer, seconds: float) -> None:
+    def waits(self: ServerEndWaiter, seconds: float) -> None:
         awaited.set()
         wait(self, seconds)
 
@@ -217,16 +219,16 @@ def test_who_starts_again_looks_for_no_store_while_the_last_one_ends(claims, mon
         order.append(ended.is_set())
         return join(*asked)
 
-    monkeypatch.setattr(EndOfServer, "wait", waits)
-    monkeypatch.setattr(stores, "_join", joins)
+    monkeypatch.setattr(ServerEndWaiter, "wait", waits)
+    monkeypatch.setattr(stores, "_connect_until", joins)
     one.close()
     with ThreadPoolExecutor(1) as pool:
-        again = pool.submit(stores.connect, second)
+        again = pool.submit(stores.connect_store, second)
         assert awaited.wait(60)
         ended.set()
         zero.close()
         del zero  # and with it the server
-        served = stores.connect(first)
+        served = stores.connect_store(first)
         again.result()
         served.close()
     assert all(order)
@@ -246,17 +248,17 @@ class TestHosts:
         here, done = threading.Barrier(len(workers)), threading.Barrier(len(workers))
 
         def body(place: Place) -> Any:
-            store = stores.connect(place, deadline=60)
+            store = stores.connect_store(place, deadline=60)
             here.wait(60)
             if place.rank == 0:
                 wait_for(
-                    lambda: store.sub("hosts").has(
+                    lambda: store.open_substore("hosts").has_keys(
                         [str(other.rank) for other in workers if other.rank]
                     )
                 )
                 store._deadline = patience
             try:
-                return stores.hosts(store, place, measured(place))
+                return stores.discover_hosts(store, place, measured(place))
             finally:
                 done.wait(60)
 
@@ -279,7 +281,7 @@ class TestHosts:
 
     def test_different_machines(self, claims, monkeypatch):
         """Ranks 0 and 1 share a machine, 2 is on another; no launcher says so."""
-        monkeypatch.setattr(stores, "address", lambda place: f"10.0.0.{place.rank // 2}")
+        monkeypatch.setattr(stores, "find_own_address", lambda place: f"10.0.0.{place.rank // 2}")
         original = stores.Store.put
 
         def put(self: stores.Store, key: str, value: Any) -> None:
@@ -323,13 +325,13 @@ class TestHosts:
         def body(place: Place) -> float:
             if place.rank == 1:
                 late.append(threading.current_thread())
-            store = stores.connect(place, deadline=60)
+            store = stores.connect_store(place, deadline=60)
             here.wait(60)
             if place.rank == 0:
-                wait_for(lambda: store.sub("hosts").has(["1"]))
+                wait_for(lambda: store.open_substore("hosts").has_keys(["1"]))
                 store._deadline = 2.0
             with pytest.raises((SecretError, DeadlineExceeded)):
-                stores.hosts(store, place)
+                stores.discover_hosts(store, place)
             return time.monotonic()
 
         zero, one, _ = places(3, secret=SECRET)
@@ -368,44 +370,48 @@ class TestHosts:
 
 class TestAddress:
     def test_alone_and_one_host(self):
-        assert stores.address(Place()) == "127.0.0.1"
-        assert stores.address(Place(size=2, meeting=("localhost", 1))) == "127.0.0.1"
+        assert stores.find_own_address(Place()) == "127.0.0.1"
+        assert stores.find_own_address(Place(size=2, meeting=("localhost", 1))) == "127.0.0.1"
 
     def test_loopback_for_several_hosts_says_what_to_set(self):
         spread = Place(size=2, hosts=2, meeting=("127.0.0.1", 1))
         with pytest.raises(PlaceError, match="set PACELINE_INTERFACE"):
-            stores.address(spread)
-        assert stores.address(replace(spread, one_machine=True)) == "127.0.0.1"
-        assert stores.address(replace(spread, interface="127.0.0.1")) == "127.0.0.1"
-        if network.interfaces():
-            assert stores.address(replace(spread, interface="lo")) == "127.0.0.1"
+            stores.find_own_address(spread)
+        assert stores.find_own_address(replace(spread, one_machine=True)) == "127.0.0.1"
+        assert stores.find_own_address(replace(spread, interface="127.0.0.1")) == "127.0.0.1"
+        if network.list_interfaces():
+            assert stores.find_own_address(replace(spread, interface="lo")) == "127.0.0.1"
 
     def test_unknown_interface(self):
         for name in ("nosuch0", "198.51.100.7"):
             with pytest.raises(PlaceError, match=f"PACELINE_INTERFACE={name}"):
-                stores.address(Place(interface=name))
+                stores.find_own_address(Place(interface=name))
 
     def test_the_route_decides(self):
-        outer = [known for known in network.interfaces().values() if not network.loopback(known)]
+        outer = [
+            known for known in network.list_interfaces().values() if not network.is_loopback(known)
+        ]
         if not outer:
             pytest.skip("this machine has loopback only")
-        assert stores.address(Place(size=2, hosts=2, meeting=(outer[0], 1))) == outer[0]
-        assert network.carrier(outer[0]) in network.interfaces()
+        assert stores.find_own_address(Place(size=2, hosts=2, meeting=(outer[0], 1))) == outer[0]
+        assert network.find_interface_name(outer[0]) in network.list_interfaces()
 
     def test_store_listens_on_the_chosen_address_only(self, claims):
-        outer = [known for known in network.interfaces().values() if not network.loopback(known)]
+        outer = [
+            known for known in network.list_interfaces().values() if not network.is_loopback(known)
+        ]
         if not outer:
             pytest.skip("this machine has loopback only")
         place = places(2)[0]
-        store = stores.connect(place, deadline=60)
+        store = stores.connect_store(place, deadline=60)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((outer[0], place.meeting[1]), timeout=2)
         store.close()
 
 
 def test_fingerprint_is_the_same_twice_and_says_nothing():
-    assert stores.fingerprint() == stores.fingerprint()
+    assert stores.compute_machine_fingerprint() == stores.compute_machine_fingerprint()
     assert (
-        socket.gethostname() not in stores.fingerprint()
-        and str(os.getpid()) not in stores.fingerprint()
+        socket.gethostname() not in stores.compute_machine_fingerprint()
+        and str(os.getpid()) not in stores.compute_machine_fingerprint()
     )

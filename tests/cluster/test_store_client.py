@@ -19,7 +19,7 @@ DEADLINE = 3600.0  # seconds; a test that waits so long is ended before
 def waits(port: int) -> set[float]:
     """How long sockets of this process wait that are connected to this port."""
     found = set()
-    for connection in store_client._connections():
+    for connection in store_client._copy_sockets():
         with connection:
             try:
                 there = connection.getpeername()
@@ -37,7 +37,7 @@ def test_what_listens_and_never_answers_is_given_up() -> None:
     # as the system does for a process that is stopped
     listening = socket.create_server(("127.0.0.1", 0))
     with listening, pytest.raises(TimeoutError, match="doesn't answer"):
-        store_client.connect("127.0.0.1", listening.getsockname()[1], 0.05)
+        store_client.connect_client("127.0.0.1", listening.getsockname()[1], 0.05)
 
 
 def test_a_worker_that_finds_such_a_store_names_the_first() -> None:
@@ -49,28 +49,28 @@ def test_a_worker_that_finds_such_a_store_names_the_first() -> None:
             DeadlineExceeded,
             match=r"rank 1 on here found no store .*the program that listens there doesn't answer",
         ) as raised:
-            store._join(place, 0.05)
+            store._connect_until(place, 0.05)
         assert raised.value.missing == (0,)
 
 
 def test_a_client_waits_for_an_answer_so_many_seconds() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    client = store_client.connect("127.0.0.1", server.port, 60.0)
+    client = store_client.connect_client("127.0.0.1", server.port, 60.0)
     assert waits(server.port) == {0.0}
     # without addresses, as those between a launcher and its workers
     one, other = socket.socketpair()
     with one, other:
-        store_client.limit(PrefixStore("inner", client), 2.5)
+        store_client.limit_answer_time(PrefixStore("inner", client), 2.5)
     assert waits(server.port) == {2.5}  # timer ticks are whole milliseconds
     client.set("here", b"1")
     assert server.get("here") == b"1"
-    store_client.limit(HashStore(), 2.5)  # which nobody serves
+    store_client.limit_answer_time(HashStore(), 2.5)  # which nobody serves
 
 
 def test_the_end_of_a_server_is_seen_though_the_client_is_gone() -> None:
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-    client = store_client.connect("127.0.0.1", server.port, 60.0)
-    end, other = store_client.EndOfServer(client), store_client.EndOfServer(client)
+    client = store_client.connect_client("127.0.0.1", server.port, 60.0)
+    end, other = store_client.ServerEndWaiter(client), store_client.ServerEndWaiter(client)
     del client
     other.wait(0.05)  # it serves, and the time is over
     del server

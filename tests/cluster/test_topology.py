@@ -11,9 +11,9 @@ DEALT = Topology((HostRanks("a", (0, 2, 4), "10.0.0.1"), HostRanks("b", (1, 3), 
 
 def test_ranks_find_their_hosts() -> None:
     assert DEALT.size == 5
-    assert DEALT.where() == (0, 1, 0, 1, 0)
-    assert DEALT.names() == ("a", "b", "a", "b", "a")
-    assert [DEALT.of(rank).address for rank in range(5)] == [
+    assert DEALT.host_by_rank() == (0, 1, 0, 1, 0)
+    assert DEALT.host_names() == ("a", "b", "a", "b", "a")
+    assert [DEALT.host_of(rank).address for rank in range(5)] == [
         "10.0.0.1",
         "10.0.0.2",
         "10.0.0.1",
@@ -23,16 +23,16 @@ def test_ranks_find_their_hosts() -> None:
 
 
 def test_a_part_of_the_workers_is_numbered_anew() -> None:
-    assert DEALT.part([1, 4, 2]).hosts == (
+    assert DEALT.select_ranks([1, 4, 2]).hosts == (
         HostRanks("b", (0,), "10.0.0.2"),
         HostRanks("a", (1, 2), "10.0.0.1"),
     )
-    assert DEALT.part(range(5)) == DEALT
+    assert DEALT.select_ranks(range(5)) == DEALT
 
 
 def test_a_rank_that_is_not_there_has_no_host() -> None:
     with pytest.raises(IndexError):
-        DEALT.of(5)
+        DEALT.host_of(5)
 
 
 def test_what_was_measured_is_found_by_rank_and_host() -> None:
@@ -45,7 +45,14 @@ def test_what_was_measured_is_found_by_rank_and_host() -> None:
         ),
         (link,),
     )
-    assert measured.device(2) is slow and measured.device(0) is fast
-    assert measured.speeds() == (1.0, 0.25, 0.25) and measured.speeds("float64") == ()
-    assert measured.link(0, 1) is link and measured.link(1, 0) is None
-    assert DEALT.device(0) is None and DEALT.speeds() == () and Topology(()).speeds() == ()
+    assert measured.device_of(2) is slow and measured.device_of(0) is fast
+    assert (
+        measured.relative_speeds() == (1.0, 0.25, 0.25)
+        and measured.relative_speeds("float64") == ()
+    )
+    assert measured.find_link(0, 1) is link and measured.find_link(1, 0) is None
+    assert (
+        DEALT.device_of(0) is None
+        and DEALT.relative_speeds() == ()
+        and Topology(()).relative_speeds() == ()
+    )

@@ -8,7 +8,13 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, Interface, Topology
-from paceline.cluster.topology_file import check_target, dump, load, read, write
+from paceline.cluster.topology_file import (
+    check_target,
+    format_topology,
+    parse_topology,
+    read_topology,
+    write_topology,
+)
 from paceline.errors import PacelineError, UsageError
 from paceline.observe.cluster_report import describe_cluster
 from paceline.unequal.probe.cluster_file import ClusterFile
@@ -46,15 +52,15 @@ MEASURED = Topology(HOSTS, (HostLink(0, 1, 1e-4, 1.25e8, 6e7), HostLink(1, 0, 1e
 
 
 def test_there_and_back(tmp_path: Path) -> None:
-    assert load(dump(MEASURED)) == MEASURED
-    write(tmp_path / "cluster.json", MEASURED)
-    assert read(tmp_path / "cluster.json") == MEASURED
+    assert parse_topology(format_topology(MEASURED)) == MEASURED
+    write_topology(tmp_path / "cluster.json", MEASURED)
+    assert read_topology(tmp_path / "cluster.json") == MEASURED
     check_target(tmp_path / "cluster.json")  # may be measured again
     check_target(tmp_path / "new.json")
 
 
 def changed(**fields: object) -> str:
-    return json.dumps({**json.loads(dump(MEASURED)), **fields})
+    return json.dumps({**json.loads(format_topology(MEASURED)), **fields})
 
 
 @pytest.mark.parametrize(
@@ -67,14 +73,14 @@ def changed(**fields: object) -> str:
         (changed(hosts=None), "is incomplete or damaged"),
         (changed(links=[{"source": 0}]), "is incomplete or damaged .*bytes_per_second"),
         (
-            changed(links=[{**json.loads(dump(MEASURED))["links"][0], "color": 1}]),
+            changed(links=[{**json.loads(format_topology(MEASURED))["links"][0], "color": 1}]),
             "is incomplete or damaged .*color",
         ),
     ],
 )
 def test_what_is_none_is_refused(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        load(text, "x.json")
+        parse_topology(text, "x.json")
 
 
 def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
@@ -87,18 +93,18 @@ def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=said):
             check_target(path)
     with pytest.raises(UsageError, match="can't be written"):
-        write(tmp_path / "no" / "x.json", MEASURED)
+        write_topology(tmp_path / "no" / "x.json", MEASURED)
     with pytest.raises(UsageError, match="can't be read"):
-        read(tmp_path / "no.json")
+        read_topology(tmp_path / "no.json")
 
 
 def test_a_measured_cluster_that_is_made_up_is_used_or_refused() -> None:
-    for text in made_up(json.loads(dump(MEASURED)), 1000):
+    for text in made_up(json.loads(format_topology(MEASURED)), 1000):
         try:
-            found = load(text)
+            found = parse_topology(text)
             describe_cluster(found)
-            found.speeds()
-            ClusterFile(found, "x.json").check(MEASURED)
-            ClusterFile(found, "x.json").facts(MEASURED)
+            found.relative_speeds()
+            ClusterFile(found, "x.json").check_topology(MEASURED)
+            ClusterFile(found, "x.json").route_facts(MEASURED)
         except PacelineError:
             continue

@@ -16,14 +16,14 @@ from paceline.codec.codec import (
     Wire,
     after,
     error_feedback,
-    finite,
     gathered,
-    lift,
-    merge,
+    is_finite,
+    merge_states,
     named,
     plain,
     scattered,
     smaller,
+    to_codec,
     where,
 )
 from paceline.codec.coding import Coding, compose, exact
@@ -114,7 +114,7 @@ def same(one: Any, other: Any) -> bool:
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("given", GIVEN, ids=repr)
 def test_the_total_is_the_same_on_every_rank(given: Codec | Coding, size: int) -> None:
-    codec = lift(given)
+    codec = to_codec(given)
     results = spawn(size, lambda group: train(group, codec, 8))
     for step in range(8):
         wanted = torch.stack([data(rank, step) for rank in range(size)]).sum(0)
@@ -135,7 +135,7 @@ def test_the_total_is_the_same_on_every_rank(given: Codec | Coding, size: int) -
 )
 def test_error_feedback_keeps_what_did_not_arrive(given: Codec | Coding, size: int) -> None:
     """Over 24 steps, with an inf in step 5 and another loss scale from step 12 on."""
-    codec = lift(given)
+    codec = to_codec(given)
 
     def body(group: Group) -> tuple[Tensor, Tensor]:
         state, arrived = (
@@ -157,7 +157,7 @@ def test_error_feedback_keeps_what_did_not_arrive(given: Codec | Coding, size: i
             found = drive(codec.sum(x, SHAPES, state, wire))
             state = found.state
             if step == 5:
-                assert not finite(found.total) and same(state, before)
+                assert not is_finite(found.total) and same(state, before)
             else:
                 arrived += found.total.double() / scale
         return arrived, state["residual"].double()
@@ -178,7 +178,7 @@ def test_error_feedback_keeps_what_did_not_arrive(given: Codec | Coding, size: i
 def test_what_settles_is_what_of_mine_arrived() -> None:
     """For every codec the total is the sum of what all ranks take off."""
     for given in GIVEN:
-        codec = lift(given)
+        codec = to_codec(given)
 
         def body(group: Group, codec: Codec = codec) -> tuple[Tensor, Tensor]:
             state = codec.init(SHAPES, torch.device("cpu"))
@@ -197,7 +197,7 @@ def test_what_settles_is_what_of_mine_arrived() -> None:
 
 @pytest.mark.parametrize("given", GIVEN, ids=repr)
 def test_a_state_that_is_saved_goes_on(given: Codec | Coding) -> None:
-    codec = lift(given)
+    codec = to_codec(given)
 
     def body(group: Group) -> tuple[list[Tensor], list[Tensor]]:
         straight, _ = train(group, codec, 6)
@@ -210,7 +210,7 @@ def test_a_state_that_is_saved_goes_on(given: Codec | Coding) -> None:
 
 def test_stages_are_what_is_yielded() -> None:
     for given in GIVEN:
-        codec = lift(given)
+        codec = to_codec(given)
 
         def body(group: Group, codec: Codec = codec) -> int:
             wire, count, result = Wire((group,) * codec.stages), 0, None
@@ -243,15 +243,15 @@ def test_scattered_sends_two_payloads_and_gathered_one_to_each() -> None:
 
 def test_lift() -> None:
     assert (
-        lift(exact()) == plain()
-        and lift(topk(0.1)) == gathered(topk(0.1))
-        and lift(int8()) == scattered(int8())
+        to_codec(exact()) == plain()
+        and to_codec(topk(0.1)) == gathered(topk(0.1))
+        and to_codec(int8()) == scattered(int8())
     )
-    assert lift(compose(randomk(0.1), half())) == gathered(compose(randomk(0.1), half()))
+    assert to_codec(compose(randomk(0.1), half())) == gathered(compose(randomk(0.1), half()))
     codec = error_feedback(int8())
-    assert lift(codec) is codec
+    assert to_codec(codec) is codec
     with pytest.raises(UsageError, match=r"a codec is wanted, such as int8\(\).*got 'int8'"):
-        lift("int8")  # type: ignore[arg-type]
+        to_codec("int8")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="a codec is wanted"):
         error_feedback(3)  # type: ignore[arg-type]
 
@@ -344,7 +344,7 @@ def test_who_goes_on_for_others_sends_what_they_have_kept() -> None:
     codec = error_feedback(powersgd(2, inner=int8(block=16)))
     results = spawn(4, lambda group: train(group, codec, 5))
     states = [state for _, state in results]
-    fewer = [merge([states[0], states[3]]), states[1], states[2]]
+    fewer = [merge_states([states[0], states[3]]), states[1], states[2]]
     assert torch.equal(fewer[0]["inner"]["q"], states[1]["inner"]["q"])
 
     def body(group: Group) -> tuple[list[Tensor], State]:
@@ -362,7 +362,7 @@ def test_who_goes_on_for_others_sends_what_they_have_kept() -> None:
 
 def test_finite() -> None:
     big = torch.full((4,), 3e38)
-    assert finite(big) and finite(torch.zeros(0))
-    assert not finite(torch.tensor([1.0, math.nan])) and not finite(
+    assert is_finite(big) and is_finite(torch.zeros(0))
+    assert not is_finite(torch.tensor([1.0, math.nan])) and not is_finite(
         torch.tensor([math.inf, -math.inf])
     )

@@ -5,11 +5,20 @@ import itertools
 import pytest
 import torch
 
-from paceline.codec.coding import Coding, WirePart, compose, exact, nbytes, parts, room, spans
+from paceline.codec.coding import (
+    Coding,
+    WirePart,
+    compose,
+    count_message_bytes,
+    cut_spans,
+    exact,
+    make_message,
+    split_message,
+)
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
-from paceline.servers.process.codings import kinds
+from paceline.servers.process.codings import import_codings
 from tests.harness.codings import data, sent
 
 CODINGS: list[Coding] = [
@@ -33,7 +42,7 @@ LENGTHS = [0, 1, 2, 7, 63, 64, 65, 1023, 1024, 1025, 2000, 140_000]
 
 
 def test_every_coding_is_tested() -> None:
-    assert {type(coding).__name__ for coding in CODINGS} == set(kinds())
+    assert {type(coding).__name__ for coding in CODINGS} == set(import_codings())
 
 
 @pytest.mark.parametrize("numel", LENGTHS)
@@ -47,8 +56,8 @@ def test_every_coding_for_every_length(coding: Coding, numel: int) -> None:
     assert float((out - x).norm()) <= float(x.norm()) * 1.0001 + 1e-6, (
         "what arrives is nearer than nothing"
     )
-    assert whole.numel() == nbytes(coding, numel)
-    message = parts(coding, numel, whole)
+    assert whole.numel() == count_message_bytes(coding, numel)
+    message = split_message(coding, numel, whole)
     assert [(part.dtype, part.numel()) for part in message] == [
         (part.dtype, part.numel) for part in coding.layout(numel)
     ]
@@ -82,15 +91,15 @@ def test_what_is_not_finite_is_never_lost(coding: Coding, bad: float) -> None:
 def test_spans_cover_a_tensor_once() -> None:
     x = torch.empty(300_000)
     for unit in (1, 6, 1024):
-        found = list(spans(x, unit))
+        found = list(cut_spans(x, unit))
         assert found[0][0] == 0 and found[-1][1] == x.numel() and len(found) > 1
         assert all(a[1] == b[0] and a[1] % unit == 0 for a, b in itertools.pairwise(found))
-    assert list(spans(x[:0])) == []
+    assert list(cut_spans(x[:0])) == []
 
 
 def test_parts_are_aligned() -> None:
     coding = compose(topk(0.01), int8())  # scales, levels, indices
-    whole, message = room(coding, 30_050)
+    whole, message = make_message(coding, 30_050)
     assert [part.dtype for part in message] == [torch.float32, torch.int8, torch.int32]
     assert [(part.data_ptr() - whole.data_ptr()) % part.element_size() for part in message] == [
         0,
@@ -131,7 +140,7 @@ def test_bytes_for_a_million() -> None:
         compose(topk(1 / 64), int8()): (4 + 1 + 4 / 1024) / 64,
     }
     for coding, each in expected.items():
-        assert nbytes(coding, million) == pytest.approx(each * million, abs=16), coding
+        assert count_message_bytes(coding, million) == pytest.approx(each * million, abs=16), coding
 
 
 def test_repr_is_the_notation() -> None:

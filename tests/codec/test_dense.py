@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from paceline.codec.coding import parts, room
+from paceline.codec.coding import make_message, split_message
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.errors import UsageError
 from tests.harness.codings import data, sent
@@ -79,7 +79,7 @@ def test_every_byte_of_signs() -> None:
     ).view(-1)
     out, whole = sent(sign(block=8), patterns)
     assert torch.equal(out, patterns)
-    levels = parts(sign(block=8), patterns.numel(), whole)[1]
+    levels = split_message(sign(block=8), patterns.numel(), whole)[1]
     assert len(set(levels.tolist())) == 256
 
 
@@ -134,6 +134,6 @@ def test_inference_mode_and_no_gradients() -> None:
     with torch.no_grad():
         assert not sent(int8(), x.detach())[0].requires_grad
     with torch.inference_mode():
-        whole, message = room(int8(), 3000)
+        whole, message = make_message(int8(), 3000)
         int8().encode(data(3000), message)
         assert whole.numel() == 3000 + 3 * 4

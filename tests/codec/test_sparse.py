@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.codec.coding import room
+from paceline.codec.coding import make_message
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
 from tests.harness.codings import data, sent
@@ -53,7 +53,7 @@ def test_randomk_draws_others_each_time_and_each_as_often() -> None:
 
 
 def test_without_a_generator_torchs_own_is_used() -> None:
-    whole, message = room(randomk(0.5), 100)
+    whole, message = make_message(randomk(0.5), 100)
     randomk(0.5).encode(data(100), message)
     seed = int(message[0])
     randomk(0.5).encode(data(100), message)

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import paceline.codec
-from paceline.codec.words import words
-from paceline.formatting import spell
+from paceline.codec.words import codec_words
+from paceline.formatting import format_as_call
 
 
 def test_words_are_the_classes_that_are_written_as_calls() -> None:
@@ -19,11 +19,11 @@ def test_words_are_the_classes_that_are_written_as_calls() -> None:
         for name, value in vars(module).items():
             if (
                 isinstance(value, type)
-                and vars(value).get("__repr__") is spell
+                and vars(value).get("__repr__") is format_as_call
                 and value.__module__ == module.__name__
             ):
                 found[name] = f"{module.__name__}:{name}"
-    assert words() == found and {"int8", "topk", "where", "powersgd", "auto"} <= set(found)
+    assert codec_words() == found and {"int8", "topk", "where", "powersgd", "auto"} <= set(found)
 
 
 def test_words_are_found_without_torch() -> None:

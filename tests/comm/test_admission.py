@@ -13,7 +13,7 @@ from paceline.cluster import network
 from paceline.comm import admission
 from paceline.comm.rpc import FRAME, RpcClient, RpcMessage, derive_rpc_keys
 from paceline.comm.wire_format import MalformedMessage
-from paceline.timings import DEFAULTS, ServerTimings
+from paceline.timings import DEFAULT_TIMINGS, ServerTimings
 from tests.harness import strangers
 from tests.harness.rpc_servers import SECONDS, Server, echo
 
@@ -23,7 +23,9 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + by
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    found = Server(echo, hosts=["127.0.0.1"], timings=getattr(request, "param", DEFAULTS.servers))
+    found = Server(
+        echo, hosts=["127.0.0.1"], timings=getattr(request, "param", DEFAULT_TIMINGS.servers)
+    )
     yield found
     found.close()
 
@@ -79,7 +81,7 @@ def test_who_is_let_in_stays_in_whoever_comes(server: Server) -> None:
 
 
 def test_who_is_pushed_out_before_it_is_let_in_tries_again() -> None:
-    with network.listen("127.0.0.1") as listening:
+    with network.open_listener("127.0.0.1") as listening:
         caller = RpcClient(
             f"tcp://127.0.0.1:{listening.getsockname()[1]}",
             KEYS,

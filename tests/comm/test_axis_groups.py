@@ -48,7 +48,7 @@ def sums(
 
 
 def expected(mesh: Mesh, rank: int) -> dict[tuple[str, ...], tuple[int, float, tuple[int, ...]]]:
-    of = {axes: mesh.group(rank, axes) for axes in subsets(mesh)}
+    of = {axes: mesh.ranks_along(rank, axes) for axes in subsets(mesh)}
     everyone = tuple(range(mesh.size))  # in whose group ranks stay as they are
     of = {axes: everyone if len(ranks) == mesh.size else ranks for axes, ranks in of.items()}
     return {
@@ -137,4 +137,4 @@ def test_another_group_of_the_same_workers_has_an_order_of_its_own() -> None:
         sums = [(turn, turn.all_reduce(mine)) for turn in turns]
         return sum(float(work.wait()) * (1 if turn is first else 100) for turn, work in sums)
 
-    assert spawn(4, body) == [101.0 * sum(SQUARE.group(rank, ["data"])) for rank in range(4)]
+    assert spawn(4, body) == [101.0 * sum(SQUARE.ranks_along(rank, ["data"])) for rank in range(4)]

@@ -44,7 +44,7 @@ def test_an_exchange_shows_itself_while_it_lasts_and_is_measured() -> None:
             meter.what == "output of up along `tensor` of step 7"
             and before <= (meter.since or 0.0) <= time.monotonic()
         )
-    (span,) = trace.spans()
+    (span,) = trace.list_spans()
     assert (span.name, span.kind, span.axis, span.step) == ("output of up", "tensor", "tensor", 7)
     assert meter.since is None and meter.seconds == pytest.approx((span.end - span.start) / 1e9)
 
@@ -63,7 +63,7 @@ def test_of_an_exchange_on_its_way_the_wait_counts_alone() -> None:
     )
     work.go.set()
     waiting.join(PATIENCE)
-    still, flight = trace.spans()
+    still, flight = trace.list_spans()
     assert found == ["sum"] and meter.since is None
     assert (still.kind, still.axis, flight.kind, flight.axis) == (
         "exchange",
@@ -80,7 +80,7 @@ def test_one_that_has_come_costs_nothing() -> None:
     work.go.set()
     meter = AxisMeter("shard", trace)
     assert meter.wait_measured(work, "the gradients", time.perf_counter_ns()) == "sum"
-    assert meter.seconds == 0.0 and [span.kind for span in trace.spans()] == ["shard"]
+    assert meter.seconds == 0.0 and [span.kind for span in trace.list_spans()] == ["shard"]
 
 
 def test_a_wait_that_fails_is_over() -> None:
@@ -108,6 +108,6 @@ def test_a_wait_that_is_given_up_counts_though_the_exchange_goes_on() -> None:
     meter = AxisMeter("shard", trace)
     with meter.measure_wait("the gradients"):
         assert meter.since is not None
-    (still,) = trace.spans()
+    (still,) = trace.list_spans()
     assert (still.kind, still.axis, meter.since, meter.calls) == ("exchange", "shard", None, 0)
     assert meter.seconds == pytest.approx((still.end - still.start) / 1e9)

@@ -86,10 +86,16 @@ def test_random_messages_over_hosts_and_along_an_axis() -> None:
     hosts = (0, 1, 0, 1)
 
     def body(rank: int, size: int, store: Store) -> None:
-        flat = TorchGroup.from_store(store.sub("flat"), rank, size, deadline=PATIENCE, hosts=hosts)
+        flat = TorchGroup.from_store(
+            store.open_substore("flat"), rank, size, deadline=PATIENCE, hosts=hosts
+        )
         mine = [other for other in range(size) if hosts[other] == hosts[rank]]
         inner = SharedGroup.from_store(
-            store.sub(f"{hosts[rank]}"), mine.index(rank), 2, deadline=PATIENCE, ranks=mine
+            store.open_substore(f"{hosts[rank]}"),
+            mine.index(rank),
+            2,
+            deadline=PATIENCE,
+            ranks=mine,
         )
         group = HostsGroup(inner, flat.make_subgroup([0, 1]), flat, hosts, deadline=PATIENCE)
         traffic = talk(group, 9)

@@ -26,7 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None, LabReq
         found.append((cluster, placement, start))
         return 3
 
-    monkeypatch.setattr(terminal, "run", run)
+    monkeypatch.setattr(terminal, "run_in_lab", run)
     return found
 
 
@@ -55,7 +55,7 @@ def test_options_stand_before_and_after_the_cluster(
 def test_a_measured_cluster_reaches_all_hosts(
     tmp_path: Path, asked: list[tuple[str, str | None, LabRequest]]
 ) -> None:
-    topology_file.write(tmp_path / "cluster.json", measured({"host0": 1e8, "host1": 1e8}))
+    topology_file.write_topology(tmp_path / "cluster.json", measured({"host0": 1e8, "host1": 1e8}))
     words = ["run", "two-hosts", "--cluster", str(tmp_path / "cluster.json"), "train.py"]
     assert CliRunner().invoke(lab.app, words).exit_code == 3
     assert asked[0][2].environ == {"PACELINE_CLUSTER": str(tmp_path / "cluster.json")}
@@ -66,15 +66,15 @@ def test_a_measured_cluster_reaches_all_hosts(
 
 
 def test_what_is_measured_is_checked_before_anything_is_built(tmp_path: Path) -> None:
-    assert lab.probing("float32", tmp_path / "cluster.json", here=True) == (
+    assert lab.make_probe_arguments("float32", tmp_path / "cluster.json", here=True) == (
         "--dtypes",
         "float32",
         "--out",
         str(tmp_path / "cluster.json"),
     )
     with pytest.raises(UsageError, match="'int8' can't be measured"):
-        lab.probing("int8", tmp_path / "cluster.json", here=True)
+        lab.make_probe_arguments("int8", tmp_path / "cluster.json", here=True)
     with pytest.raises(UsageError, match="nowhere"):
-        lab.probing("float32", tmp_path / "nowhere" / "cluster.json", here=True)
+        lab.make_probe_arguments("float32", tmp_path / "nowhere" / "cluster.json", here=True)
     # another host writes it
-    lab.probing("float32", tmp_path / "nowhere" / "cluster.json", here=False)
+    lab.make_probe_arguments("float32", tmp_path / "nowhere" / "cluster.json", here=False)

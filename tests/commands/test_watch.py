@@ -22,8 +22,8 @@ def _nothing_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it was started")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "run", started)
-    monkeypatch.setattr(terminal, "run", started)
+    monkeypatch.setattr(launch, "run_job", started)
+    monkeypatch.setattr(terminal, "run_in_lab", started)
     Path("train.py").touch()
 
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from paceline.data.balance import SpeedCurve, SpeedShares, WorkerSpeeds, balance
-from paceline.data.shares import policy
+from paceline.data.balance import SpeedCurve, SpeedShares, WorkerSpeeds, balance_shares
+from paceline.data.shares import make_policy
 from paceline.errors import DataError
 
 
@@ -29,7 +29,7 @@ def test_no_other_split_is_done_sooner(seed: int) -> None:
         for split in itertools.product(range(1, batch + 1), repeat=size)
         if sum(split) == batch
     ]
-    found = balance(batch, curves)
+    found = balance_shares(batch, curves)
     assert found in splits and slowest(curves, found) == pytest.approx(
         min(slowest(curves, split) for split in splits), rel=1e-9
     )
@@ -47,7 +47,7 @@ def test_no_other_split_is_done_sooner(seed: int) -> None:
     ],
 )
 def test_splits(batch: int, curves: list[SpeedCurve], wanted: tuple[int, ...]) -> None:
-    assert balance(batch, curves) == wanted == SpeedShares(curves)(batch)
+    assert balance_shares(batch, curves) == wanted == SpeedShares(curves)(batch)
 
 
 def test_parts_are_in_proportion_and_need_not_be_whole() -> None:
@@ -74,11 +74,11 @@ def test_no_speed_is_refused(numbers: tuple[float, float]) -> None:
 
 
 def test_auto_is_equal_until_speeds_are_known_and_no_other_word_is() -> None:
-    assert policy("auto", 3)(8) == (3, 3, 2)
+    assert make_policy("auto", 3)(8) == (3, 3, 2)
     with pytest.raises(DataError, match="shares is 'quick': give 'auto'"):
-        policy("quick", 3)  # type: ignore[arg-type]
+        make_policy("quick", 3)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="must be 3 integers"):
-        policy(SpeedShares([SpeedCurve(0, 1)] * 2), 3)(8)
+        make_policy(SpeedShares([SpeedCurve(0, 1)] * 2), 3)(8)
 
 
 SLOW, FAST, OTHER = SpeedCurve(0, 4), SpeedCurve(0, 1), SpeedCurve(2, 3)
@@ -86,23 +86,28 @@ SLOW, FAST, OTHER = SpeedCurve(0, 4), SpeedCurve(0, 1), SpeedCurve(2, 3)
 
 def test_who_comes_back_to_its_host_starts_with_its_old_speed_and_newcomers_with_the_mean() -> None:
     speeds = WorkerSpeeds()
-    assert speeds.of((0, 1), ("a", "b")) is None
-    speeds.learn((0, 1, 2), ("a", "b", "b"), (FAST, SLOW, FAST))
-    assert speeds.of((0, 2), ("a", "b")) == (FAST, FAST)
-    assert speeds.of((0, 2, 3), ("a", "b", "b")) == (FAST, FAST, SLOW), (
+    assert speeds.curves_of((0, 1), ("a", "b")) is None
+    speeds.record_speeds((0, 1, 2), ("a", "b", "b"), (FAST, SLOW, FAST))
+    assert speeds.curves_of((0, 2), ("a", "b")) == (FAST, FAST)
+    assert speeds.curves_of((0, 2, 3), ("a", "b", "b")) == (FAST, FAST, SLOW), (
         "3 is on the host of 1, who is gone"
     )
-    assert speeds.of((0, 1, 2, 3), ("a", "b", "b", "a")) == (FAST, SLOW, FAST, FAST)
-    assert speeds.of((0, 1, 2, 3), ("a", "b", "b", "c")) == (FAST, SLOW, FAST, SpeedCurve(0, 2))
+    assert speeds.curves_of((0, 1, 2, 3), ("a", "b", "b", "a")) == (FAST, SLOW, FAST, FAST)
+    assert speeds.curves_of((0, 1, 2, 3), ("a", "b", "b", "c")) == (
+        FAST,
+        SLOW,
+        FAST,
+        SpeedCurve(0, 2),
+    )
 
 
 def test_saved_speeds_are_for_as_many_workers() -> None:
     speeds = WorkerSpeeds()
-    speeds.learn((0, 3), ("a", "b"), (FAST, OTHER))
+    speeds.record_speeds((0, 3), ("a", "b"), (FAST, OTHER))
     state = speeds.state_dict((0, 3))
     again = WorkerSpeeds()
     again.load_state_dict(state, (0, 1))
-    assert again.of((0, 1), ("a", "b")) == (FAST, OTHER)
+    assert again.curves_of((0, 1), ("a", "b")) == (FAST, OTHER)
     fewer = WorkerSpeeds()
     fewer.load_state_dict(state, (0, 1, 2))
-    assert fewer.of((0, 1, 2), ("a", "b", "c")) is None
+    assert fewer.curves_of((0, 1, 2), ("a", "b", "c")) is None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.data.batches import cut, rows, unevenly_ignored
+from paceline.data.batches import count_rows, cut_rows, find_unevenly_ignored
 from paceline.errors import DataError
 
 Pair = namedtuple("Pair", ["x", "y"])
@@ -30,21 +30,21 @@ def make():
 
 
 def test_rows_are_those_of_all_tensors():
-    assert rows(make()) == 3
-    assert rows(Frozen(torch.ones(4, 2))) == 4
+    assert count_rows(make()) == 3
+    assert count_rows(Frozen(torch.ones(4, 2))) == 4
     for wrong in ((torch.ones(2), torch.ones(3)), "text", {"n": 3}, torch.tensor(1.0)):
         with pytest.raises(DataError, match="can't be cut along dim 0"):
-            rows(wrong)
-        assert rows(wrong, missing=1) == 1
+            count_rows(wrong)
+        assert count_rows(wrong, missing=1) == 1
 
 
 def test_a_cut_keeps_the_structure():
-    part = cut(make(), 1, 3, 3)
+    part = cut_rows(make(), 1, 3, 3)
     assert part["x"].tolist() == [[2, 3], [4, 5]]
     assert type(part["pair"]) is Pair and part["pair"].x.tolist() == [1, 2]
     assert part["pair"].y[0].tolist() == [1, 2] and part["pair"].y[1] == ["b", "c"]
     assert part["scale"] == 2 and part["n"] == 3 and part["s"] == "abc"
-    assert cut(Frozen(torch.arange(3)), 0, 1, 3).x.tolist() == [0]
+    assert cut_rows(Frozen(torch.arange(3)), 0, 1, 3).x.tolist() == [0]
 
 
 def labelled(*rows_of_labels: list[int]) -> torch.Tensor:
@@ -85,9 +85,9 @@ def test_tokens_say_where_they_looked_for_labels(key, batch) -> None:
 
 def test_labels_that_are_ignored_unevenly_are_found() -> None:
     even, uneven = labelled([5, -100], [-100, 6]), labelled([5, 6], [7, -100])
-    assert unevenly_ignored({"x": torch.ones(2), "labels": uneven}) == "labels"
-    assert unevenly_ignored((torch.ones(2), uneven)) == 1
-    assert unevenly_ignored({"labels": even[:1]}) == "labels"  # of one sample it isn't known
+    assert find_unevenly_ignored({"x": torch.ones(2), "labels": uneven}) == "labels"
+    assert find_unevenly_ignored((torch.ones(2), uneven)) == 1
+    assert find_unevenly_ignored({"labels": even[:1]}) == "labels"  # of one sample it isn't known
     for other in (even, uneven.float(), uneven - 1, uneven.abs(), uneven[:0], torch.tensor(-100)):
-        assert unevenly_ignored({"labels": other}) is None
-    assert unevenly_ignored("text") is None
+        assert find_unevenly_ignored({"labels": other}) is None
+    assert find_unevenly_ignored("text") is None

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.comm.agreement import Agreement
 from paceline.data.checks import check_cost, check_options
-from paceline.data.loader import deal
+from paceline.data.loader import deal_loader
 from paceline.errors import DataError
 from tests.harness.loaders import Numbers
 from tests.harness.thread_groups import spawn
@@ -39,7 +39,7 @@ class Counted(IterableDataset):
 )
 def test_what_is_not_dealt_by_cost_or_by_speed_is_refused(make, options, text):
     with pytest.raises(DataError, match=text):
-        spawn(1, lambda group: deal(make(), Agreement(group), **options))
+        spawn(1, lambda group: deal_loader(make(), Agreement(group), **options))
 
 
 def test_workers_that_are_not_in_lockstep_are_not_dealt_by_cost():

@@ -10,9 +10,16 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
-from paceline.data.costs import ABOVE, SampleCosts, deal_batch, deal_by_cost, deal_padded, padded
-from paceline.data.loader import deal
-from paceline.data.shares import parts, policy
+from paceline.data.costs import (
+    MAX_EXCESS,
+    SampleCosts,
+    deal_batch,
+    deal_by_cost,
+    deal_padded,
+    padded,
+)
+from paceline.data.loader import deal_loader
+from paceline.data.shares import fractional_shares, make_policy
 from paceline.errors import DataError
 from tests.harness.loaders import Numbers, plain, run, walk
 from tests.harness.thread_groups import spawn
@@ -81,7 +88,8 @@ def test_what_huge_samples_leave_is_level_among_the_others(huge):
     assert sorted(place for mine in dealt for place in mine) == list(range(len(costs)))
     rest = [mine for mine in dealt if not any(place >= 511 for place in mine)]
     assert (
-        len(rest) == 16 - len(huge) and slowest([*costs[:511]], rest, (1.0,) * len(rest)) <= ABOVE
+        len(rest) == 16 - len(huge)
+        and slowest([*costs[:511]], rest, (1.0,) * len(rest)) <= MAX_EXCESS
     )
 
 
@@ -155,8 +163,8 @@ def test_a_batch_without_any_cost_is_dealt_by_count():
 
 
 def test_parts_are_those_of_the_policy():
-    assert parts(policy([3, 1], 2), 8.0) == pytest.approx((6, 2))
-    assert parts(policy(None, 3), 9.0) == pytest.approx((3, 3, 3), rel=1e-3)
+    assert fractional_shares(make_policy([3, 1], 2), 8.0) == pytest.approx((6, 2))
+    assert fractional_shares(make_policy(None, 3), 9.0) == pytest.approx((3, 3, 3), rel=1e-3)
 
     class Curved:
         def __call__(self, batch):
@@ -165,7 +173,7 @@ def test_parts_are_those_of_the_policy():
         def parts(self, total):
             return [total - 1, 1]
 
-    assert parts(Curved(), 5.0) == (4, 1)
+    assert fractional_shares(Curved(), 5.0) == (4, 1)
 
 
 # ---- asking for costs
@@ -192,11 +200,11 @@ def test_each_cost_is_asked_for_once_by_one_worker_and_later_epochs_ask_nothing(
             SampleCosts(lambda sample: LENGTHS[int(sample)], Recorded(50, asked[group.rank])),
             Agreement(group),
         )
-        costs.learn([[4, 2], [7]], agreement)
-        costs.learn([[7, 4, 9]], agreement)
-        costs.learn([list(range(50))], agreement)
-        costs.learn([list(range(50))], agreement)
-        return costs.of(np.array([2, 49]))
+        costs.exchange_costs([[4, 2], [7]], agreement)
+        costs.exchange_costs([[7, 4, 9]], agreement)
+        costs.exchange_costs([list(range(50))], agreement)
+        costs.exchange_costs([list(range(50))], agreement)
+        return costs.costs_of(np.array([2, 49]))
 
     assert spawn(size, body) == [[LENGTHS[2], LENGTHS[49]]] * size
     assert sorted(index for mine in asked for index in mine) == list(range(50))
@@ -210,9 +218,9 @@ def test_a_worker_that_knows_nothing_is_told_what_others_know():
         costs = SampleCosts(lambda sample: 1.5 * int(sample) + 1, Recorded(8, asked[group.rank]))
         if group.rank != 1:
             for key in range(6):
-                costs._known[key] = 1.5 * key + 1
-        costs.learn([list(range(8))], Agreement(group))
-        return costs.of(torch.arange(8))
+                costs._cost_by_key[key] = 1.5 * key + 1
+        costs.exchange_costs([list(range(8))], Agreement(group))
+        return costs.costs_of(torch.arange(8))
 
     assert spawn(3, body) == [[1.5 * key + 1 for key in range(8)]] * 3
     assert sorted(index for mine in asked for index in mine) == [6, 7]
@@ -233,7 +241,7 @@ def test_a_worker_that_knows_nothing_is_told_what_others_know():
 def test_a_cost_that_is_none_is_refused_by_its_sample(cost, text):
     def body(group):
         with pytest.raises(DataError, match=text):
-            walk(deal(DataLoader(Numbers(4), 2), Agreement(group), cost=cost))
+            walk(deal_loader(DataLoader(Numbers(4), 2), Agreement(group), cost=cost))
 
     spawn(2, body)
 
@@ -347,7 +355,7 @@ def test_a_batch_sampler_of_the_scripts_own_is_dealt_by_cost():
 
 def test_an_epoch_goes_on_from_a_saved_place_with_other_workers():
     def first(group):
-        loader = deal(shuffled()(), Agreement(group), cost=lengths)
+        loader = deal_loader(shuffled()(), Agreement(group), cost=lengths)
         kept = []
         for batch in loader:
             kept.append(batch.tolist())
@@ -357,7 +365,7 @@ def test_an_epoch_goes_on_from_a_saved_place_with_other_workers():
 
     def second(state):
         def body(group):
-            loader = deal(shuffled()(), Agreement(group), cost=lengths)
+            loader = deal_loader(shuffled()(), Agreement(group), cost=lengths)
             loader.load_state_dict(state)
             return [batch.tolist() for batch in loader]
 
@@ -376,7 +384,7 @@ def test_an_epoch_goes_on_from_a_saved_place_with_other_workers():
 
 def test_other_shares_hold_from_the_next_step_on():
     def body(group):
-        loader = deal(shuffled()(), Agreement(group), cost=lengths)
+        loader = deal_loader(shuffled()(), Agreement(group), cost=lengths)
         seen = []
         for batch in loader:
             seen.append((batch.tolist(), loader.turn.units))
@@ -402,9 +410,9 @@ class Drawn(Numbers):
 
 def test_asking_for_costs_draws_no_random_numbers():
     def body(group):
-        loader = deal(DataLoader(Drawn(8), 4), Agreement(group), cost=lambda sample: 1)
+        loader = deal_loader(DataLoader(Drawn(8), 4), Agreement(group), cost=lambda sample: 1)
         before = torch.get_rng_state()
-        loader.terms.costs.learn([[0, 1, 2, 3]], loader.terms.agreement)
+        loader.terms.costs.exchange_costs([[0, 1, 2, 3]], loader.terms.agreement)
         return torch.equal(before, torch.get_rng_state())
 
     assert spawn(1, body) == [True]
@@ -412,7 +420,7 @@ def test_asking_for_costs_draws_no_random_numbers():
 
 def test_workers_whose_costs_add_up_in_other_ways_are_told():
     def body(group):
-        loader = deal(
+        loader = deal_loader(
             DataLoader(Numbers(8), 4),
             Agreement(group),
             cost=lengths if group.rank else padded(lengths),

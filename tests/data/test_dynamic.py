@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from paceline.comm.agreement import Agreement
 from paceline.comm.group_protocol import Group
-from paceline.data.loader import deal
+from paceline.data.loader import deal_loader
 from tests.harness.thread_groups import spawn
 
 
@@ -49,7 +49,7 @@ class Queue:
 def test_a_worker_that_is_alone_goes_on_with_the_whole_part() -> None:
     def work(group: Group) -> tuple[list[int], list[list[int]]]:
         queue = Queue()
-        loader = deal(DataLoader(torch.arange(24), 4), Agreement(group), sample_queue=queue)  # type: ignore[arg-type]
+        loader = deal_loader(DataLoader(torch.arange(24), 4), Agreement(group), sample_queue=queue)  # type: ignore[arg-type]
         return [int(x) for batch in loader for x in batch], queue.begun
 
     ((found, begun),) = spawn(1, work)

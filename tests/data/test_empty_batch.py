@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from paceline.data.batches import cut
-from paceline.data.empty_batch import collated_empty, emptied
+from paceline.data.batches import cut_rows
+from paceline.data.empty_batch import collate_empty, empty_rows
 from paceline.errors import DataError
 from tests.harness.loaders import run
 
@@ -45,7 +45,7 @@ def make(count):
 
 
 def test_what_grows_from_one_sample_to_two_are_rows():
-    none = emptied(make(1), make(2))
+    none = empty_rows(make(1), make(2))
     assert none["x"].shape == (0, 2) and none["pair"].x.shape == (0,) and type(none["pair"]) is Pair
     assert none["pair"].y[0].shape == (3, 0) and none["pair"].y[1] == []
     assert none["names"] == () and none["boxes"] == []
@@ -78,7 +78,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_emptied_is_refused_with_its_type(name):
     with pytest.raises(DataError, match=rf"can't be made of a {name}: .*pad=True"):
-        emptied(WRONG[name](1), WRONG[name](2))
+        empty_rows(WRONG[name](1), WRONG[name](2))
 
 
 def test_a_collate_function_that_takes_its_samples_apart():
@@ -87,12 +87,12 @@ def test_a_collate_function_that_takes_its_samples_apart():
         return {**default_collate(samples), "label": torch.tensor(labels)}
 
     sample = {"x": torch.ones(2), "label": 3}
-    none = collated_empty(collate, sample)
+    none = collate_empty(collate, sample)
     assert none["x"].shape == (0, 2) and none["label"].shape == (0,) and sample["label"] == 3
 
 
 def test_tuples_of_strings_are_cut():
-    assert cut([torch.arange(3), ("a", "b", "c"), (3, 3, 3)], 1, 3, 3)[1:] == [
+    assert cut_rows([torch.arange(3), ("a", "b", "c"), (3, 3, 3)], 1, 3, 3)[1:] == [
         ("b", "c"),
         (3, 3, 3),
     ]
@@ -172,11 +172,13 @@ def test_pad_gives_a_ghost():
 
 def test_what_was_peeked_at_has_no_rows_either():
     from paceline.comm.agreement import Agreement
-    from paceline.data.loader import deal
+    from paceline.data.loader import deal_loader
     from tests.harness.thread_groups import spawn
 
     def body(group):
-        loader = deal(DataLoader(Scenes(4), 3, collate_fn=detection), Agreement(group), train=False)
+        loader = deal_loader(
+            DataLoader(Scenes(4), 3, collate_fn=detection), Agreement(group), train=False
+        )
         return [(copy.copy(loader.peek()), len(images)) for images, _, _ in loader]
 
     (first, second) = spawn(2, body)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Weight
 import paceline as pl
 from paceline.comm.agreement import Agreement
 from paceline.data import indexed
-from paceline.data.loader import NoObserver, deal
+from paceline.data.loader import NoObserver, deal_loader
 from paceline.errors import DataError
 from tests.harness.jobs import wait_for
 from tests.harness.loaders import Numbers, plain, run, steps, walk
@@ -72,11 +72,11 @@ def test_an_empty_share_is_a_ghost_of_the_first_sample():
 
 def test_evaluation_has_no_ghosts_and_no_padding():
     def body(group):
-        loader = deal(DataLoader(Numbers(10), 4), Agreement(group))
+        loader = deal_loader(DataLoader(Numbers(10), 4), Agreement(group))
         with torch.no_grad():
             dark = [(loader.turn.train, batch.shape, batch.tolist()) for batch in loader]
         light = [loader.turn.train for _ in loader]
-        told = deal(DataLoader(Numbers(10), 4), Agreement(group), train=False)
+        told = deal_loader(DataLoader(Numbers(10), 4), Agreement(group), train=False)
         return dark, light, [loader.turn for loader.turn in [told.turn for _ in told]]
 
     dark = [result[0] for result in spawn(3, body)]
@@ -120,7 +120,7 @@ ORDERS = {
 @pytest.mark.parametrize("kind", ORDERS)
 def test_what_else_is_drawn_changes_no_order(kind):
     def body(group, noise):
-        loader = deal(ORDERS[kind](), Agreement(group))
+        loader = deal_loader(ORDERS[kind](), Agreement(group))
         seen = []
         for _ in range(3):
             seen.append([(batch.tolist(), torch.rand(noise))[0] for batch in loader])
@@ -145,7 +145,7 @@ def test_who_seeds_torch_anew_has_the_order_of_that_seed(seeds):
         return seen
 
     make = ORDERS["shuffled"]
-    (found,) = spawn(1, lambda group: epochs(deal(make(), Agreement(group))))
+    (found,) = spawn(1, lambda group: epochs(deal_loader(make(), Agreement(group))))
     wanted = epochs(make())
     anew = [epoch for epoch, seed in enumerate(seeds) if seed is not None]
     assert [found[epoch] for epoch in anew] == [wanted[epoch] for epoch in anew]
@@ -169,7 +169,7 @@ def test_dataloader_workers_end_with_their_loader_and_not_with_a_search_for_garb
     make = seeded(20, 4, num_workers=1, persistent_workers=True)
 
     def body(group):
-        loader = deal(make(), Agreement(group))
+        loader = deal_loader(make(), Agreement(group))
         walk(loader)
         pipeline, worked = weakref.ref(loader._pipeline), len(multiprocessing.active_children())
         del loader
@@ -202,8 +202,8 @@ def test_readers_of_different_workers_draw_different_numbers(monkeypatch):
         begun.append((feed.terms.rank, seeds.initial_seed()))
         return indexed_like(loader, feed, seeds, **options)
 
-    indexed_like = indexed.like
-    monkeypatch.setattr(indexed, "like", watched)
+    indexed_like = indexed.make_loader_like
+    monkeypatch.setattr(indexed, "make_loader_like", watched)
     run(
         3,
         lambda: DataLoader(
@@ -270,7 +270,7 @@ def test_all_weights_zero_scale_nothing():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_reshare_deals_again_what_was_prefetched(workers):
     def body(group):
-        loader = deal(seeded(100, 8, num_workers=workers)(), Agreement(group))
+        loader = deal_loader(seeded(100, 8, num_workers=workers)(), Agreement(group))
         seen = []
         for batch in loader:
             seen.append((loader.turn, batch.tolist()))
@@ -303,14 +303,14 @@ def test_reshare_deals_again_what_was_prefetched(workers):
 )
 def test_again_gives_the_same_global_batch_by_new_shares(workers, persistent, step):
     def body(group):
-        loader = deal(
+        loader = deal_loader(
             seeded(100, 8, num_workers=workers, persistent_workers=persistent)(), Agreement(group)
         )
         seen, repeated = [], 0
         for batch in loader:
             if loader.turn.index == step and repeated < 2:
                 repeated += 1
-                loader.again([1, 7] if repeated == 1 else None)
+                loader.repeat_turn([1, 7] if repeated == 1 else None)
                 assert loader.state_dict()["step"] == step
                 continue
             seen.append((loader.turn, batch.tolist()))
@@ -328,21 +328,21 @@ def test_again_from_the_watcher():
         def __init__(self):
             self.calls = []
 
-        def epoch_begins(self, loader):
+        def begin_epoch(self, loader):
             self.calls.append("epoch")
 
-        def turn_begins(self, loader, turn):
+        def begin_turn(self, loader, turn):
             self.calls.append(turn.index)
 
-        def turn_ends(self, loader):
+        def end_turn(self, loader):
             if loader.turn.index == 1 and self.calls.count(1) == 1:
                 loader.again()
 
-        def epoch_ends(self, loader):
+        def end_epoch(self, loader):
             self.calls.append("end")
 
     hooks = Once()
-    loader = deal(
+    loader = deal_loader(
         DataLoader(Numbers(9), 4), Agreement(spawn(1, lambda group: group)[0]), hooks=hooks
     )
     seen = [batch.tolist() for batch in loader]
@@ -352,7 +352,7 @@ def test_again_from_the_watcher():
 
 def test_break_ends_the_epoch_for_all():
     def body(group):
-        loader = deal(seeded()(), Agreement(group))
+        loader = deal_loader(seeded()(), Agreement(group))
         for _ in loader:
             if loader.turn.index == 2:
                 break
@@ -369,7 +369,7 @@ def test_break_ends_the_epoch_for_all():
 
 
 def test_an_older_iterator_has_ended():
-    (loader,) = spawn(1, lambda group: deal(seeded()(), Agreement(group)))
+    (loader,) = spawn(1, lambda group: deal_loader(seeded()(), Agreement(group)))
     old = iter(loader)
     next(old)
     new = iter(loader)
@@ -394,14 +394,14 @@ def test_the_position_is_exact_for_other_numbers_of_workers(before, after, stop)
     size, workers = before
 
     def first(group):
-        loader = deal(seeded(100, 8, num_workers=workers)(), Agreement(group))
+        loader = deal_loader(seeded(100, 8, num_workers=workers)(), Agreement(group))
         walk(loader)
         for _ in loader:
             if loader.turn.index == stop - 1:
                 return loader.state_dict(), loader.state_dict(redo=True)
 
     def second(group, state, epochs):
-        loader = deal(seeded(100, 8, num_workers=after[1])(), Agreement(group))
+        loader = deal_loader(seeded(100, 8, num_workers=after[1])(), Agreement(group))
         loader.load_state_dict(state)
         assert loader.state_dict() is not None
         return walk(loader, epochs)
@@ -416,14 +416,14 @@ def test_the_position_is_exact_for_other_numbers_of_workers(before, after, stop)
 
 def test_the_position_between_epochs_is_exact():
     def first(group):
-        loader = deal(seeded(20, 8)(), Agreement(group))
+        loader = deal_loader(seeded(20, 8)(), Agreement(group))
         walk(loader, 2)
         return loader.state_dict()
 
     states = spawn(2, first)
 
     def second(group):
-        loader = deal(seeded(20, 8)(), Agreement(group))
+        loader = deal_loader(seeded(20, 8)(), Agreement(group))
         loader.load_state_dict(states[1])
         return walk(loader)
 
@@ -445,14 +445,14 @@ def test_the_position_with_the_global_generator(persistent):
     wanted = plain(make(), 3)
     torch.manual_seed(11)
     (group,) = spawn(1, lambda group: group)
-    loader = deal(make(), Agreement(group))
+    loader = deal_loader(make(), Agreement(group))
     walk(loader)
     for _ in loader:
         if loader.turn.index == 1:
             break_state, generator = loader.state_dict(), torch.get_rng_state()
             break
     torch.manual_seed(99)
-    other = deal(make(0), Agreement(group))
+    other = deal_loader(make(0), Agreement(group))
     other.load_state_dict(break_state)
     torch.set_rng_state(generator)
     assert steps([walk(other)]) == wanted[1][2:]
@@ -462,17 +462,17 @@ def test_the_position_with_the_global_generator(persistent):
 
 def test_a_state_of_another_order_is_refused():
     (group,) = spawn(1, lambda group: group)
-    loader = deal(seeded(100, 8)(), Agreement(group))
+    loader = deal_loader(seeded(100, 8)(), Agreement(group))
     for _ in loader:
         if loader.turn.index == 3:
             state = loader.state_dict()
     for other in (seeded(99, 8), seeded(100, 4)):
-        changed = deal(other(), Agreement(group))
+        changed = deal_loader(other(), Agreement(group))
         changed.load_state_dict(state)
         with pytest.raises(DataError, match="does not draw again"):
             iter(changed)
     with pytest.raises(DataError, match="same sampler"):
-        plainly = deal(DataLoader(Numbers(100), 8), Agreement(group))
+        plainly = deal_loader(DataLoader(Numbers(100), 8), Agreement(group))
         plainly.load_state_dict(state)
         iter(plainly)
 
@@ -480,7 +480,7 @@ def test_a_state_of_another_order_is_refused():
 def test_the_loader_goes_on_in_another_group():
     def body(group):
         smaller = group.make_subgroup([1, 2])
-        loader = deal(seeded(100, 8)(), Agreement(group))
+        loader = deal_loader(seeded(100, 8)(), Agreement(group))
         seen, changed = [], False
         for batch in loader:
             if loader.turn.index == 4 and not changed:
@@ -499,7 +499,7 @@ def test_the_loader_goes_on_in_another_group():
 
 
 def test_attributes_and_length_are_those_of_the_users_loader():
-    (loader,) = spawn(1, lambda group: deal(seeded(drop_last=True)(), Agreement(group)))
+    (loader,) = spawn(1, lambda group: deal_loader(seeded(drop_last=True)(), Agreement(group)))
     assert loader.batch_size == 64 and len(loader.dataset) == 1003 and len(loader) == 15
     assert len(list(loader)) == 15
     with pytest.raises(AttributeError):
@@ -540,7 +540,7 @@ def test_what_cannot_be_dealt_raises(make, options, said, size):
 )
 def test_different_terms_are_found(name, values):
     def body(group):
-        return walk(deal(seeded()(), Agreement(group), **{name: values[group.rank]}))
+        return walk(deal_loader(seeded()(), Agreement(group), **{name: values[group.rank]}))
 
     with pytest.raises(DataError, match=f"{name} is .* on rank 1"):
         spawn(2, body)
@@ -554,7 +554,7 @@ def test_a_mutant_that_gives_all_to_all_would_fail():
 
 @pytest.mark.parametrize("workers", [(0, 2), (2, 0), (1, 3)])
 def test_workers_may_read_ahead_to_different_depths(workers, monkeypatch):
-    monkeypatch.setattr("paceline.data.sampler.CHUNK", 1)
+    monkeypatch.setattr("paceline.data.sampler.CHUNK_BATCHES", 1)
 
     def body(group):
         make = seeded(
@@ -563,7 +563,7 @@ def test_workers_may_read_ahead_to_different_depths(workers, monkeypatch):
             num_workers=workers[group.rank],
             prefetch_factor=3 if workers[group.rank] else None,
         )
-        return walk(deal(make(), Agreement(group)))
+        return walk(deal_loader(make(), Agreement(group)))
 
     assert steps(spawn(2, body)) == plain(seeded(100, 4)())[0]
 
@@ -583,7 +583,7 @@ def test_a_broken_epoch_leaves_generators_as_if_nothing_was_drawn_ahead(size, wo
         return [batch.tolist() for batch in loader]
 
     def body(group):
-        loader = deal(make(), Agreement(group))
+        loader = deal_loader(make(), Agreement(group))
         for _ in loader:
             if loader.turn.index == 3:
                 break
@@ -606,7 +606,7 @@ def test_options_of_the_dataloader_reach_it(capfd):
         return text in "".join(out)
 
     (group,) = spawn(1, lambda group: group)
-    loader = deal(
+    loader = deal_loader(
         DataLoader(
             Slow(6),
             2,
@@ -673,12 +673,12 @@ def test_an_empty_evaluation_batch_of_what_cannot_be_cut_raises():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_late_workers_change_nothing(seed, monkeypatch):
-    monkeypatch.setattr("paceline.data.sampler.CHUNK", 2)
+    monkeypatch.setattr("paceline.data.sampler.CHUNK_BATCHES", 2)
     dice = random.Random(seed)
 
     def body(group):
         return walk(
-            deal(
+            deal_loader(
                 seeded(100, 8, num_workers=group.rank % 2)(),
                 Agreement(group),
                 shares=[3, 0, 1],
@@ -693,12 +693,12 @@ def test_late_workers_change_nothing(seed, monkeypatch):
 
 def test_finish_ends_the_epoch_after_the_turn_and_the_next_one_is_whole():
     def body(group):
-        loader = deal(DataLoader(Numbers(40), batch_size=4), Agreement(group))
+        loader = deal_loader(DataLoader(Numbers(40), batch_size=4), Agreement(group))
         seen = []
         for batch in loader:
             seen.append(len(batch))
             if len(seen) == 3:
-                loader.finish()
+                loader.finish_epoch()
         return len(seen), sum(len(batch) for batch in loader), loader.epoch
 
     assert spawn(2, body) == [(3, 20, 2)] * 2
@@ -710,11 +710,11 @@ def test_finish_ends_the_epoch_after_the_turn_and_the_next_one_is_whole():
 )
 def test_who_peeks_sees_what_comes_next_and_changes_nothing(workers, options, monkeypatch):
     """Also where what was read ahead is dealt again, by other shares or from the next epoch on."""
-    monkeypatch.setattr("paceline.data.sampler.CHUNK", 1)
+    monkeypatch.setattr("paceline.data.sampler.CHUNK_BATCHES", 1)
 
     # what comes is the same without processes that read: the loader that nobody peeks into has none
     def body(group, *, peeks):
-        loader = deal(
+        loader = deal_loader(
             seeded(100, 8, num_workers=workers if peeks else 0)(), Agreement(group), **options
         )
         epochs, seen, known, right = [], [], None, 0
@@ -744,7 +744,7 @@ def test_who_peeks_sees_what_comes_next_and_changes_nothing(workers, options, mo
 
 def test_a_checkpoint_after_a_peek_is_the_same():
     def body(group, *, peeks):
-        loader = deal(seeded(100, 8)(), Agreement(group))
+        loader = deal_loader(seeded(100, 8)(), Agreement(group))
         for _ in loader:
             if peeks:
                 loader.peek()
@@ -764,7 +764,7 @@ def test_what_is_read_as_a_stream_can_not_be_seen_ahead():
             return iter(range(20))
 
     def body(group):
-        loader = deal(DataLoader(Count(), 4), Agreement(group))
+        loader = deal_loader(DataLoader(Count(), 4), Agreement(group))
         return [loader.peek() for _ in loader]
 
     assert spawn(2, body) == [[None] * 5] * 2
@@ -772,7 +772,7 @@ def test_what_is_read_as_a_stream_can_not_be_seen_ahead():
 
 def test_who_has_samples_is_told_of_the_shares_that_a_step_was_cut_by():
     def body(group):
-        loader = deal(DataLoader(Numbers(12), 4), Agreement(group))
+        loader = deal_loader(DataLoader(Numbers(12), 4), Agreement(group))
         seen = []
         for _ in loader:
             seen.append((loader.turn.share, loader.turn.source))

@@ -17,8 +17,8 @@ from torch.utils.data import (
 
 from paceline.comm.agreement import Agreement, SliceAgreement
 from paceline.data import outline as outlines
-from paceline.data.loader import deal
-from paceline.data.outline import difference, outline
+from paceline.data.loader import deal_loader
+from paceline.data.outline import describe_difference, outline_dataset
 from paceline.errors import DataError
 from tests.harness.loaders import Numbers, walk
 from tests.harness.thread_groups import spawn
@@ -57,7 +57,7 @@ def epochs(*datasets, count=1, **options):
     """Deal a loader of each of these data sets to a rank of its own."""
 
     def body(group):
-        loader = deal(DataLoader(datasets[group.rank], 2, **options), Agreement(group))
+        loader = deal_loader(DataLoader(datasets[group.rank], 2, **options), Agreement(group))
         return walk(loader, count)
 
     return spawn(len(datasets), body)
@@ -65,7 +65,7 @@ def epochs(*datasets, count=1, **options):
 
 def found(*datasets):
     """The difference that the outlines of these data sets show."""
-    return difference([outline(data) for data in datasets])
+    return describe_difference([outline_dataset(data) for data in datasets])
 
 
 DIFFERENT = {
@@ -172,7 +172,7 @@ def test_loaders_of_data_sets_that_differ_are_refused(case):
     raised = []
 
     def body(group):
-        loader = deal(
+        loader = deal_loader(
             DataLoader((first, first, second)[group.rank], 2, shuffle=True), Agreement(group)
         )
         with pytest.raises(DataError) as error:
@@ -247,7 +247,7 @@ def test_an_outline_is_that_of_the_start_and_a_data_set_may_change():
 
     def body(group):
         data = Growing(Numbers(20), [0, 1, 2, 3])
-        loader = deal(DataLoader(data, 2), Agreement(group))
+        loader = deal_loader(DataLoader(data, 2), Agreement(group))
         first = walk(loader)
         data.indices = [4, 5, 6, 7, 8, 9]
         second = walk(loader)
@@ -261,7 +261,7 @@ def test_a_worker_that_joins_compares_what_it_began_with():
         data = Subset(Numbers(20), list(range(8)) if group.rank < 2 else list(range(1, 9)))
         older = group.make_subgroup([0, 1])
         if group.rank < 2:
-            loader = deal(DataLoader(data, 2), Agreement(older))
+            loader = deal_loader(DataLoader(data, 2), Agreement(older))
             turns = iter(loader)
             next(turns)
             data.indices = [9] * 8  # of all workers, as a script that goes on may have it
@@ -272,7 +272,7 @@ def test_a_worker_that_joins_compares_what_it_began_with():
                 loader.regroup(Agreement(group))
         else:
             with pytest.raises(DataError, match="on rank 2 than on rank 0"):
-                iter(deal(DataLoader(data, 2), Agreement(group)))
+                iter(deal_loader(DataLoader(data, 2), Agreement(group)))
 
     spawn(3, body)
 
@@ -284,13 +284,13 @@ def test_slices_of_a_mesh_compare_with_each_other():
         with pytest.raises(
             DataError, match=r"len\(loader.dataset\) is 7 on rank 1 and 8 on rank 0"
         ):
-            iter(deal(DataLoader(Numbers(8 - group.rank), 2), mine))
+            iter(deal_loader(DataLoader(Numbers(8 - group.rank), 2), mine))
 
     spawn(2, body)
 
 
 def test_one_worker_alone_looks_at_nothing(monkeypatch):
-    monkeypatch.setattr(outlines, "_look", lambda *_: pytest.fail("looked"))
+    monkeypatch.setattr(outlines, "_outline_part", lambda *_: pytest.fail("looked"))
     assert len(epochs(Numbers(4))[0][0]) == 2
 
 

@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from paceline.comm.agreement import Agreement
 from paceline.comm.solo import SoloGroup
 from paceline.data import reader_failure
-from paceline.data.loader import deal
-from paceline.data.reader_failure import read
+from paceline.data.loader import deal_loader
+from paceline.data.reader_failure import read_batch
 from paceline.errors import DataError
 from tests.harness.jobs import PATIENCE
 
@@ -53,7 +53,7 @@ def wrong():
 
 
 def walk(data):
-    return list(deal(DataLoader(data, 1, num_workers=2), Agreement(SoloGroup())))
+    return list(deal_loader(DataLoader(data, 1, num_workers=2), Agreement(SoloGroup())))
 
 
 @pytest.mark.parametrize("kind", [Deadly, Flowing])
@@ -94,4 +94,4 @@ def test_a_connection_that_broke_is_a_reader_that_is_about_to_end(monkeypatch):
             raise ConnectionResetError("connection reset by peer")
 
     with pytest.raises(DataError, match=rf"reader 0 of 1 \(pid {reader.pid}\) .*exit code 7"):
-        read(Broken(), None)
+        read_batch(Broken(), None)

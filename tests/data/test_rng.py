@@ -21,26 +21,26 @@ def test_shared_generators_draw_the_same_again() -> None:
     def draw() -> list[float]:
         return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))]
 
-    state = rng.shared_state()
+    state = rng.get_shared_state()
     first = draw()
     assert draw() != first
-    rng.put_shared(state)
+    rng.set_shared_state(state)
     assert draw() == first
 
 
 def test_only_what_is_given_goes_back() -> None:
-    state = rng.shared_state()
+    state = rng.get_shared_state()
     first, other = float(torch.rand(())), random.random()
-    rng.put_shared({"torch": state["torch"]})
+    rng.set_shared_state({"torch": state["torch"]})
     assert float(torch.rand(())) == first and random.random() != other
 
 
 def test_a_loader_gives_the_same_order_again() -> None:
     one = loader()
-    state = rng.own_state(one)
+    state = rng.get_own_state(one)
     first = [batch.tolist() for batch in one]
     assert [batch.tolist() for batch in one] != first
-    rng.put_own(one, state)
+    rng.set_own_state(one, state)
     assert [batch.tolist() for batch in one] == first
 
 
@@ -51,12 +51,12 @@ def test_the_state_of_a_loader_with_other_generators_is_refused() -> None:
             self.chance = random.Random(3)
 
     with pytest.raises(DataError, match="same sampler, shuffle and generator"):
-        rng.put_own(DataLoader(range(20), 4, sampler=Own()), rng.own_state(loader()))  # type: ignore[arg-type]
+        rng.set_own_state(DataLoader(range(20), 4, sampler=Own()), rng.get_own_state(loader()))  # type: ignore[arg-type]
 
 
 def test_a_twin_draws_the_same_and_moves_nothing() -> None:
     generator = torch.Generator().manual_seed(4)
-    expected = torch.rand(3, generator=rng.twin(generator)).tolist()
+    expected = torch.rand(3, generator=rng.copy_generator(generator)).tolist()
     assert torch.rand(3, generator=generator).tolist() == expected
 
 
@@ -69,7 +69,7 @@ def test_a_seed_is_drawn_as_a_loader_draws_it() -> None:
 
 def test_marks_tell_states_apart() -> None:
     generator = torch.Generator().manual_seed(4)
-    before = rng.mark(generator.get_state())
-    assert before == rng.mark(generator.get_state())
+    before = rng.mark_state(generator.get_state())
+    assert before == rng.mark_state(generator.get_state())
     torch.rand(1, generator=generator)
-    assert before != rng.mark(generator.get_state())
+    assert before != rng.mark_state(generator.get_state())

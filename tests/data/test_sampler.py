@@ -18,10 +18,10 @@ from torch.utils.data import (
 
 from paceline.comm.agreement import Agreement
 from paceline.data import sampler
-from paceline.data.loader import deal
+from paceline.data.loader import deal_loader
 from paceline.data.rng import SampleOrder
 from paceline.data.sampler import EpochIndices
-from paceline.data.serialization import pack, unpack
+from paceline.data.serialization import pack_value, unpack_value
 from paceline.errors import DataError, Mismatch
 from tests.harness.loaders import Numbers, plain, run, steps, walk
 from tests.harness.thread_groups import spawn
@@ -167,18 +167,18 @@ def test_samplers_are_honoured(name, size, workers):
 @pytest.mark.parametrize("small", [False, True])
 def test_samplers_are_taken_up_where_they_were(name, small, monkeypatch):
     if small:
-        monkeypatch.setattr(sampler, "CHUNK", 2)
+        monkeypatch.setattr(sampler, "CHUNK_BATCHES", 2)
 
     def first(group):
-        loader = deal(SAMPLERS[name](), Agreement(group))
+        loader = deal_loader(SAMPLERS[name](), Agreement(group))
         walk(loader)
         for _ in loader:
             if loader.turn.index == 1:
                 return loader.state_dict()
 
     def second(group):
-        loader = deal(SAMPLERS[name](), Agreement(group))
-        loader.load_state_dict(unpack(pack(states[1])))
+        loader = deal_loader(SAMPLERS[name](), Agreement(group))
+        loader.load_state_dict(unpack_value(pack_value(states[1])))
         return walk(loader, 2)
 
     states = spawn(2, first)
@@ -199,11 +199,11 @@ def test_an_order_that_cannot_be_drawn_again_is_refused():
         return DataLoader(Numbers(100), 8, sampler=Stateful(100))
 
     (group,) = spawn(1, lambda group: group)
-    loader = deal(make(), Agreement(group))
+    loader = deal_loader(make(), Agreement(group))
     walk(loader)
     for _ in loader:
         state = loader.state_dict()
-    other = deal(make(), Agreement(group))
+    other = deal_loader(make(), Agreement(group))
     other.load_state_dict(state)
     with pytest.raises(DataError, match="state_dict and load_state_dict"):
         iter(other)
@@ -237,7 +237,7 @@ def test_the_error_of_a_sampler_is_the_first_workers():
 
     def body(group):
         try:
-            walk(deal(DataLoader(Numbers(2), batch_sampler=failing()), Agreement(group)))
+            walk(deal_loader(DataLoader(Numbers(2), batch_sampler=failing()), Agreement(group)))
         except (KeyError, Mismatch) as error:
             errors.append((group.rank, error))
             raise
@@ -285,7 +285,7 @@ def test_the_other_workers_generators_move_as_the_first_ones():
 
     def body(group):
         generator = twister()
-        walk(deal(make(generator), Agreement(group)))
+        walk(deal_loader(make(generator), Agreement(group)))
         return generator.get_state()
 
     alone = twister()
@@ -297,7 +297,7 @@ def test_the_other_workers_generators_move_as_the_first_ones():
 @pytest.mark.parametrize("ahead", [0, 1, 4, 50])
 @pytest.mark.parametrize("chunk", [1, 3, 32])
 def test_indices_are_there_before_they_are_asked_for(ahead, chunk, monkeypatch):
-    monkeypatch.setattr(sampler, "CHUNK", chunk)
+    monkeypatch.setattr(sampler, "CHUNK_BATCHES", chunk)
 
     def body(group):
         loader = DataLoader(Numbers(100), 3)
@@ -308,14 +308,14 @@ def test_indices_are_there_before_they_are_asked_for(ahead, chunk, monkeypatch):
             ahead=ahead,
             origin={"own": {}, "shared": {}, "seeded": False},
         )
-        indices.prime()
+        indices.draw_first()
         seen = []
         for step in range(34):
-            indices.refill(step)
-            seen.append(indices.batch(step))
-            indices.batch(step + ahead)  # never waits, and never finds too little
-        assert indices.batch(34) is None
-        return seen, indices.mark(34)
+            indices.fetch_chunk(step)
+            seen.append(indices.batch_of(step))
+            indices.batch_of(step + ahead)  # never waits, and never finds too little
+        assert indices.batch_of(34) is None
+        return seen, indices.mark_before(34)
 
     results = spawn(3, body)
     assert results[0] == results[1] == results[2]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.data.serialization import pack, unpack
+from paceline.data.serialization import pack_value, unpack_value
 from paceline.errors import DataError
 
 
@@ -18,7 +18,7 @@ def test_values_travel_with_their_types():
         "n": np.arange(3, dtype=np.int16),
         "s": np.float32(1.5),
     }
-    back = unpack(pack(value))
+    back = unpack_value(pack_value(value))
     assert back["a"] == value["a"] and type(back["a"]) is tuple
     assert torch.equal(back[3], value[3]) and back["b"]["empty"].shape == (0, 4)
     assert back["b"]["half"].dtype == torch.bfloat16 and back["b"]["half"].shape == ()
@@ -28,4 +28,4 @@ def test_values_travel_with_their_types():
         and type(back["s"]) is np.float32
     )
     with pytest.raises(DataError, match=r"a batch holds a builtins\.set"):
-        pack({1, 2}, what="a batch")
+        pack_value({1, 2}, what="a batch")

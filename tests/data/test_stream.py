@@ -8,8 +8,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from paceline.comm.agreement import Agreement
-from paceline.data.loader import deal
-from paceline.data.serialization import pack, unpack
+from paceline.data.loader import deal_loader
+from paceline.data.serialization import pack_value, unpack_value
 from paceline.errors import DataError
 from tests.harness.loaders import plain, run, steps, walk
 from tests.harness.thread_groups import spawn
@@ -170,7 +170,7 @@ class Sharded(Count):
 @pytest.mark.parametrize("train", [True, False])
 def test_a_stream_that_shards_itself(train):
     def body(group):
-        loader = deal(
+        loader = deal_loader(
             DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", train=train
         )
         with pytest.raises(TypeError):
@@ -200,7 +200,7 @@ def test_all_know_where_somebody_has_a_ghost_and_who_has_samples_then(weigh):
 
     def body(group):
         return walk(
-            deal(
+            deal_loader(
                 DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine", weigh=weigh
             ),
             1,
@@ -218,7 +218,9 @@ def test_all_know_where_somebody_has_a_ghost_and_who_has_samples_then(weigh):
 def test_a_shard_without_samples_raises():
     def body(group):
         return walk(
-            deal(DataLoader(Sharded(group.rank, 3, (4, 0, 4)), 12), Agreement(group), shard="mine")
+            deal_loader(
+                DataLoader(Sharded(group.rank, 3, (4, 0, 4)), 12), Agreement(group), shard="mine"
+            )
         )
 
     with pytest.raises(DataError, match="stream of rank 1 has no batch"):
@@ -227,7 +229,9 @@ def test_a_shard_without_samples_raises():
 
 def test_an_empty_share_of_a_shard_raises():
     def body(group):
-        return walk(deal(DataLoader(Sharded(group.rank, 3), 2), Agreement(group), shard="mine"))
+        return walk(
+            deal_loader(DataLoader(Sharded(group.rank, 3), 2), Agreement(group), shard="mine")
+        )
 
     with pytest.raises(DataError, match="needs all above zero"):
         spawn(3, body)
@@ -245,15 +249,17 @@ def test_the_position_of_a_stream_is_exact(name, sizes, stop):
     said = []
 
     def first(group):
-        loader = deal(CASES[name](), Agreement(group))
+        loader = deal_loader(CASES[name](), Agreement(group))
         walk(loader)
         for _ in loader:
             if loader.turn.index == stop - 1:
                 return loader.state_dict(), loader.state_dict(redo=True)
 
     def second(group, state, epochs):
-        loader = deal(CASES[name](), Agreement(group), say=said.append if group.rank == 0 else len)
-        loader.load_state_dict(unpack(pack(state)))
+        loader = deal_loader(
+            CASES[name](), Agreement(group), say=said.append if group.rank == 0 else len
+        )
+        loader.load_state_dict(unpack_value(pack_value(state)))
         return walk(loader, epochs), loader.dataset
 
     states = spawn(sizes[0], first)
@@ -276,11 +282,11 @@ def test_a_stream_saved_with_its_last_partial_batch_is_over(kind):
     """Having ended, it may be at its start again, and say so."""
 
     def body(group):
-        loader = deal(DataLoader(kind(10), 4), Agreement(group))
+        loader = deal_loader(DataLoader(kind(10), 4), Agreement(group))
         for _ in loader:
             state = loader.state_dict()
-        again = deal(DataLoader(kind(10), 4), Agreement(group))
-        again.load_state_dict(unpack(pack(state)))
+        again = deal_loader(DataLoader(kind(10), 4), Agreement(group))
+        again.load_state_dict(unpack_value(pack_value(state)))
         return walk(again, 2)
 
     found = spawn(2, body)
@@ -289,7 +295,7 @@ def test_a_stream_saved_with_its_last_partial_batch_is_over(kind):
 
 def test_the_position_of_shards_is_exact():
     def make(group):
-        return deal(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine")
+        return deal_loader(DataLoader(Sharded(group.rank, 3), 12), Agreement(group), shard="mine")
 
     def first(group):
         loader = make(group)
@@ -306,7 +312,7 @@ def test_the_position_of_shards_is_exact():
 
     results = spawn(3, first)
     states = [state for _, state in results]
-    assert pack(states[0]["cursors"]) == pack(states[2]["cursors"])
+    assert pack_value(states[0]["cursors"]) == pack_value(states[2]["cursors"])
     whole = spawn(3, lambda group: walk(make(group)))
     rest = spawn(3, second)
     assert steps([seen for seen, _ in results]) + steps(rest) == steps(whole) == steps(rest, 1)
@@ -316,15 +322,15 @@ def test_the_position_of_shards_is_exact():
 
 def test_another_number_of_dataloader_workers_is_refused():
     (group,) = spawn(1, lambda group: group)
-    loader = deal(streams(num_workers=2)(), Agreement(group))
+    loader = deal_loader(streams(num_workers=2)(), Agreement(group))
     iterator = iter(loader)
     next(iterator)
-    other = deal(streams()(), Agreement(group))
+    other = deal_loader(streams()(), Agreement(group))
     other.load_state_dict(loader.state_dict())
     with pytest.raises(DataError, match="so give num_workers="):
         iter(other)
-    one = deal(streams(num_workers=1)(), Agreement(group))
-    none = deal(streams()(), Agreement(group))
+    one = deal_loader(streams(num_workers=1)(), Agreement(group))
+    none = deal_loader(streams()(), Agreement(group))
     iterator = iter(one)
     next(iterator)
     none.load_state_dict(one.state_dict())
@@ -342,7 +348,7 @@ class Shuffled(Count):
 
 def test_streams_that_differ_between_workers_are_found():
     def body(group):
-        return walk(deal(DataLoader(Shuffled(group.rank), 8), Agreement(group)))
+        return walk(deal_loader(DataLoader(Shuffled(group.rank), 8), Agreement(group)))
 
     with pytest.raises(DataError, match="not the same on all workers"):
         spawn(2, body)
@@ -350,10 +356,10 @@ def test_streams_that_differ_between_workers_are_found():
 
 def test_a_stream_that_cannot_be_read_again_is_refused():
     (group,) = spawn(1, lambda group: group)
-    loader = deal(DataLoader(Shuffled(1), 8), Agreement(group))
+    loader = deal_loader(DataLoader(Shuffled(1), 8), Agreement(group))
     iterator = iter(loader)
     next(iterator)
-    other = deal(DataLoader(Shuffled(2), 8), Agreement(group))
+    other = deal_loader(DataLoader(Shuffled(2), 8), Agreement(group))
     other.load_state_dict(loader.state_dict())
     with pytest.raises(DataError, match="gives other samples than before"):
         next(iter(other))
@@ -371,12 +377,12 @@ def test_reshare_and_again_of_a_stream(workers, step):
     wanted = plain(make(), 2)
 
     def body(group):
-        loader = deal(make(), Agreement(group))
+        loader = deal_loader(make(), Agreement(group))
         seen, repeated = [], False
         for batch in loader:
             if loader.turn.index == step and not repeated:
                 repeated = True
-                loader.again([1, 7])
+                loader.repeat_turn([1, 7])
                 continue
             seen.append((loader.turn, batch.tolist()))
             if loader.turn.index == step + 1:
@@ -394,12 +400,12 @@ def test_the_last_step_of_a_stream_again(workers):
     wanted = plain(make())[0]
 
     def body(group):
-        loader = deal(make(), Agreement(group))
+        loader = deal_loader(make(), Agreement(group))
         seen, repeated = [], False
         for batch in loader:
             if loader.turn.index == len(wanted) - 1 and not repeated:
                 repeated = True
-                loader.again()
+                loader.repeat_turn()
                 continue
             seen.append((loader.turn, batch.tolist()))
         return [seen]
@@ -410,7 +416,7 @@ def test_the_last_step_of_a_stream_again(workers):
 def test_a_stream_goes_on_in_another_group():
     def body(group):
         smaller = group.make_subgroup([1, 2])
-        loader = deal(streams()(), Agreement(group))
+        loader = deal_loader(streams()(), Agreement(group))
         seen, changed = [], False
         for batch in loader:
             if loader.turn.index == 4 and not changed:
@@ -501,7 +507,9 @@ def test_the_seeds_of_dataloader_workers_are_the_same_for_all_readers():
     def body(group):
         generator = torch.Generator().manual_seed(group.rank)
         return walk(
-            deal(DataLoader(Rolling(), 8, num_workers=2, generator=generator), Agreement(group))
+            deal_loader(
+                DataLoader(Rolling(), 8, num_workers=2, generator=generator), Agreement(group)
+            )
         )
 
     assert (

@@ -27,7 +27,7 @@ from paceline.elastic import replicator as carrying
 from paceline.elastic.buddies import BuddyReplication
 from paceline.errors import ViewChanged
 from paceline.session.run import Run
-from paceline.state.snapshot import pack
+from paceline.state.snapshot import make_snapshot
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip
@@ -36,7 +36,7 @@ from paceline.sync.localsgd.rounds import LocalSGDSync
 from paceline.sync.localsgd.strategy import LocalSGD
 from paceline.sync.per_axis import PerAxisSync
 from paceline.sync.per_axis import Sequence as Both
-from paceline.workers.replicate import Replicate
+from paceline.workers.copy_interval import Replicate
 from tests.harness.jobs import PATIENCE, Jobs
 from tests.harness.runs import batches, cut, parameters, workers
 from tests.harness.survivors import play
@@ -71,7 +71,7 @@ class Training:
         buddies = BuddyReplication(
             run._context, run._own.abilities.unreplicated, run._loop, replicate
         )
-        run._loop.observe(replace(run._loop.observers, committed=(buddies.committed,)))
+        run._loop.observe(replace(run._loop.observers, committed=(buddies.copy_if_due,)))
         return cls(run, model(), buddies, said)
 
     def steps(
@@ -88,9 +88,9 @@ class Training:
         net, opt, loader = self.run.prepare(self.net, opt, batches(160), **options)
         for x, y in loader:
             if self.run.steps in meets:
-                figures = msgpack.packb(self.buddies.figures())
+                figures = msgpack.packb(self.buddies.collect_news())
                 agreement = self.run._agreement
-                self.buddies.hear(
+                self.buddies.hear_news(
                     [msgpack.unpackb(found) for found in agreement.meet("figures", figures)],
                     NAMES[: self.run.size],
                 )
@@ -104,24 +104,27 @@ class Training:
 
     def whole(self) -> None:
         """Wait until what is on its way has come."""
-        if self.buddies.courier is not None:
-            assert self.buddies.courier.wait(PATIENCE) and self.buddies.courier.works
+        if self.buddies.replicator is not None:
+            assert (
+                self.buddies.replicator.wait_for_transfer(PATIENCE)
+                and self.buddies.replicator.can_send
+            )
 
     def regroup(self, ranks: Sequence[int]) -> str:
         """Go on with these ranks; gives what is said of the others."""
         context = self.run._context
-        before = self.buddies._names
-        names = tuple(self.buddies._names[rank] for rank in ranks)
+        before = self.buddies._worker_numbers
+        names = tuple(self.buddies._worker_numbers[rank] for rank in ranks)
         layout = self.run._own.sync.join_info()
         group = context.group.make_subgroup(ranks)
         if group is None:
             return ""
-        context.leave()
+        context.leave_groups()
         context.group, context.hosts = group, tuple(context.hosts[rank] for rank in ranks)
         context.agreement.regroup(group, ("here",) * len(ranks), tuple(range(len(ranks))))
         self.run._own.sync.regroup(context, layout)
         self.buddies.regroup(names)
-        return self.buddies.fates(before)
+        return self.buddies.describe_fates(before)
 
 
 def trained(
@@ -140,7 +143,7 @@ def trained(
         whole = run.group
         found = body(Training.begin(run, replicate))
         whole.barrier().wait()
-        run._ending.free(failed=False)  # together: the workers may have come apart
+        run._ending.free_resources(failed=False)  # together: the workers may have come apart
         return found
 
     return workers(size, work, strategy=strategy, hosts=hosts or tuple(range(size)))
@@ -207,7 +210,7 @@ def test_a_turn_that_has_its_gradients_already_makes_something_of_it_too() -> No
 def test_the_next_host_has_what_each_owner_had() -> None:
     def body(each: Training) -> Any:
         each.steps(5)
-        return each.buddies.shelf.held, each.regroup((0, 1, 3, 4, 5))
+        return each.buddies.shelf.held_steps, each.regroup((0, 1, 3, 4, 5))
 
     found = trained(6, body, LOSSY, hosts=(0, 0, 1, 1, 2, 2))
     assert [held for held, _ in found] == [{NAMES[owner]: 5} for owner in (4, 5, 0, 1, 2, 3)]
@@ -273,7 +276,7 @@ def test_a_round_has_what_a_lost_worker_had_changed(lost: int) -> None:
         )  # type: ignore[attr-defined]
         told = each.regroup(tuple(rank for rank in range(3) if rank != lost))
         if each.run._context.group.size == 2:
-            for turn in sync._rounds:  # type: ignore[attr-defined]
+            for turn in sync._fragments:  # type: ignore[attr-defined]
                 # three more steps, of equal shares, that change nothing
                 turn.steps, turn.parts = turn.steps + 3, turn.parts + 3 / 2
             each.run._context.group.barrier().wait()
@@ -338,7 +341,7 @@ def test_who_carries_something_has_that_copied_too() -> None:
             each.regroup(left)
             if not inside:
                 return parameters(each.net)
-            each.buddies.committed(each.buddies._start)
+            each.buddies.copy_if_due(each.buddies._first_copied_step)
             each.whole()
         each.run._own.sync.converge()
         return parameters(each.net)
@@ -451,11 +454,11 @@ def test_a_loss_while_another_is_survived_changes_nothing(strategy: Strategy) ->
         for loss in second:
 
             def regroup(group: ThreadGroup) -> None:
-                context.leave()
+                context.leave_groups()
                 context.group, context.hosts = group, (0, 1)
                 context.agreement.regroup(group, ("here",) * 2, (0, 1))
-                each.run._view.move(replace(each.run._view.worker, cluster=left))
-                each.run._prepared.regroup()
+                each.run._view.move_to_view(replace(each.run._view.worker, cluster=left))
+                each.run._prepared.regroup_layers()
                 sync.regroup(context)  # type: ignore[attr-defined]
                 each.buddies.regroup(NAMES[:2])
 
@@ -466,10 +469,10 @@ def test_a_loss_while_another_is_survived_changes_nothing(strategy: Strategy) ->
                 break
         found = each.run._own.abilities.unreplicated
         assert found is not None
-        state = pack([found.unreplicated_state(), sync.state_dict()]).sha256()
+        state = make_snapshot([found.unreplicated_state(), sync.state_dict()]).compute_sha256()
         if isinstance(sync, LocalSGDSync | PerAxisSync):
             sync.converge()
-        return times, state, parameters(each.net), each.buddies.fates(NAMES[:3])
+        return times, state, parameters(each.net), each.buddies.describe_fates(NAMES[:3])
 
     never, anywhere = [SecondLoss(-1)], [SecondLoss(at) for at in range(100)]
     wanted, found = (
@@ -488,23 +491,27 @@ def test_how_often_there_are_copies_follows_from_what_all_have_measured() -> Non
     def body(each: Training) -> Any:
         each.steps(3)
         buddies, seen = each.buddies, []
-        assert buddies.courier is not None and buddies.courier.whole == 2, (
+        assert buddies.replicator is not None and buddies.replicator.complete_step == 2, (
             "one copy, to measure what it takes"
         )
-        assert buddies.every is None and not buddies._due(3)
+        assert buddies.steps_between_copies is None and not buddies._is_due(3)
         for busy in (0.003, 0.04, 0.03, 0.025, 0.019, 0.011, 0.5, 0.009):
             figures = (
                 [0.001, 0.001, 0.1, 4_000_000],
                 [busy / 3, busy * 2 / 3, 0.1, 3_000_000],
                 [0.0, 0.002, 0.1, 0],
             )
-            buddies.hear([[buddies._start, *each] for each in figures], NAMES[:3])
-            seen.append(buddies.every)
-        assert [step for step in range(95, 101) if buddies._due(step)] == [96, 98, 100]
-        buddies.hear([[buddies._start, 0.001, 0.04, 0.1, 4_000_000]] * 3, NAMES[:3])
-        assert [step for step in range(1, 25) if buddies._due(step)] == [2, 6, 12, 18, 24]
-        buddies.hear([[buddies._start - 1, 0.001, 4.0, 0.1, 4_000_000]] * 3, NAMES[:3])
-        assert buddies.every == 6, "figures of other workers than these say nothing"
+            buddies.hear_news([[buddies._first_copied_step, *each] for each in figures], NAMES[:3])
+            seen.append(buddies.steps_between_copies)
+        assert [step for step in range(95, 101) if buddies._is_due(step)] == [96, 98, 100]
+        buddies.hear_news(
+            [[buddies._first_copied_step, 0.001, 0.04, 0.1, 4_000_000]] * 3, NAMES[:3]
+        )
+        assert [step for step in range(1, 25) if buddies._is_due(step)] == [2, 6, 12, 18, 24]
+        buddies.hear_news(
+            [[buddies._first_copied_step - 1, 0.001, 4.0, 0.1, 4_000_000]] * 3, NAMES[:3]
+        )
+        assert buddies.steps_between_copies == 6, "figures of other workers than these say nothing"
         return seen, [text for text in each.said if "buddy" in text]
 
     for seen, said in trained(3, body, LOSSY, replicate="auto"):
@@ -519,8 +526,12 @@ def test_how_often_there_are_copies_follows_from_what_all_have_measured() -> Non
 def test_every_so_many_steps_is_what_was_said_whatever_it_costs() -> None:
     def body(each: Training) -> Any:
         each.steps(3)
-        each.buddies.hear([[each.buddies._start, 0.001, 4.0, 0.1, 4_000_000]] * 3, NAMES[:3])
-        return each.buddies.every, [step for step in range(1, 12) if each.buddies._due(step)]
+        each.buddies.hear_news(
+            [[each.buddies._first_copied_step, 0.001, 4.0, 0.1, 4_000_000]] * 3, NAMES[:3]
+        )
+        return each.buddies.steps_between_copies, [
+            step for step in range(1, 12) if each.buddies._is_due(step)
+        ]
 
     assert trained(3, body, LOSSY, replicate=3) == [(3, [2, 3, 6, 9])] * 3
 
@@ -532,7 +543,7 @@ def test_every_so_many_steps_is_what_was_said_whatever_it_costs() -> None:
 def test_when_there_are_copies(replicate: Replicate, hosts: tuple[int, ...], copies: int) -> None:
     def body(each: Training) -> Any:
         each.steps(4)
-        held = each.buddies.shelf.held
+        held = each.buddies.shelf.held_steps
         return held, each.regroup((0, 2))
 
     found = trained(3, body, LOSSY, replicate=replicate, hosts=hosts)
@@ -541,7 +552,7 @@ def test_when_there_are_copies(replicate: Replicate, hosts: tuple[int, ...], cop
 
 
 def test_who_leaves_lets_its_last_copy_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrap = carrying.wrap
+    wrap = carrying.pack_copy
 
     def slowly(state: Any, step: int) -> Any:
         threading.Event().wait(0.2 * (step == 5))
@@ -550,8 +561,8 @@ def test_who_leaves_lets_its_last_copy_come(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(carrying, "wrap", slowly)
 
     def body(each: Training) -> Any:
-        each.steps(5, lambda step: each.buddies.depart() if step == 5 else None)
-        return each.buddies.shelf.held
+        each.steps(5, lambda step: each.buddies.finish_sending() if step == 5 else None)
+        return each.buddies.shelf.held_steps
 
     monkeypatch.setattr(Training, "whole", lambda each: None)
     assert sorted(step for held in trained(3, body, LOSSY) for step in held.values()) == [5, 5, 5]
@@ -576,7 +587,7 @@ def test_what_a_copy_sends_counts_as_sent() -> None:
 def test_where_nobody_has_anything_alone_nothing_is_sent(strategy: Strategy) -> None:
     def body(each: Training) -> Any:
         each.steps(6, meets=range(1, 6))
-        return each.buddies.courier, each.buddies.figures(), each.regroup((0, 1))
+        return each.buddies.replicator, each.buddies.collect_news(), each.regroup((0, 1))
 
     assert trained(3, body, strategy) == [(None, False, "")] * 3
 

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from paceline.elastic import eviction
-from paceline.elastic.eviction import WARNINGS, Eviction, WarningCount
+from paceline.elastic.eviction import LATE_LOOKS, Eviction, LateCount
 from paceline.errors import UsageError
 from paceline.sync.abilities import Abilities
 from paceline.unequal.stragglers.stragglers import FLUSHES, Judgement
@@ -24,23 +24,23 @@ LATE, NOBODY = (
 
 
 def test_three_looks_in_a_row_of_other_flushes_are_needed() -> None:
-    found = WarningCount()
-    answers = [found.add(range(4), LATE) for _ in range(WARNINGS * FLUSHES)]
-    assert answers == [None] * (WARNINGS * FLUSHES - 1) + [2]
+    found = LateCount()
+    answers = [found.count_late_ranks(range(4), LATE) for _ in range(LATE_LOOKS * FLUSHES)]
+    assert answers == [None] * (LATE_LOOKS * FLUSHES - 1) + [2]
 
 
 def test_a_look_without_it_begins_anew() -> None:
-    found = WarningCount()
+    found = LateCount()
     looks = [LATE, LATE, NOBODY, LATE, LATE]
-    assert [found.add(range(4), look) for look in looks for _ in range(FLUSHES)] == [
+    assert [found.count_late_ranks(range(4), look) for look in looks for _ in range(FLUSHES)] == [
         None
     ] * FLUSHES * len(looks)
-    assert [found.add(range(4), LATE) for _ in range(FLUSHES)][-1] == 2
+    assert [found.count_late_ranks(range(4), LATE) for _ in range(FLUSHES)][-1] == 2
 
 
 def test_the_latest_of_several_goes_first() -> None:
-    found, both = WarningCount(), Judgement(frozenset({1, 3}), (0.1, 0.2, 0.1, 0.3), "compute")
-    assert [found.add(range(4), both) for _ in range(WARNINGS * FLUSHES)][-1] == 3
+    found, both = LateCount(), Judgement(frozenset({1, 3}), (0.1, 0.2, 0.1, 0.3), "compute")
+    assert [found.count_late_ranks(range(4), both) for _ in range(LATE_LOOKS * FLUSHES)][-1] == 3
 
 
 def evictions(size: int, needed: int) -> tuple[list[Eviction], MagicMock, list[MagicMock]]:
@@ -52,10 +52,10 @@ def evictions(size: int, needed: int) -> tuple[list[Eviction], MagicMock, list[M
     return [Eviction(view, each, history) for each in leaving], history, leaving
 
 
-def judge(found: list[Eviction], names: list[int], times: int = WARNINGS * FLUSHES) -> None:
+def judge(found: list[Eviction], names: list[int], times: int = LATE_LOOKS * FLUSHES) -> None:
     for _ in range(times):
         for rank, each in enumerate(found):
-            each.take(names, LATE, HOSTS, rank)
+            each.handle_judgement(names, LATE, HOSTS, rank)
 
 
 def test_it_goes_and_nobody_else() -> None:
@@ -71,7 +71,7 @@ def test_it_goes_and_nobody_else() -> None:
 
 def test_never_fewer_than_the_job_needs() -> None:
     found, history, leaving = evictions(4, 4)
-    judge(found, [0, 1, 2, 3], 10 * WARNINGS * FLUSHES)
+    judge(found, [0, 1, 2, 3], 10 * LATE_LOOKS * FLUSHES)
     assert not any(each.let_go.called for each in leaving)
     assert len(history.announce_event.call_args_list) == 4  # once by each
     assert (
@@ -81,17 +81,19 @@ def test_never_fewer_than_the_job_needs() -> None:
 
 def test_other_workers_are_counted_anew() -> None:
     found, _, leaving = evictions(4, 1)
-    judge(found, [0, 1, 2, 3], WARNINGS * FLUSHES - 1)
+    judge(found, [0, 1, 2, 3], LATE_LOOKS * FLUSHES - 1)
     judge(found, [0, 1, 5, 3], 1)
     for rank, each in enumerate(found):
-        each.take([0, 1, 5, 3], None, HOSTS, rank)  # too little to judge by
+        each.handle_judgement([0, 1, 5, 3], None, HOSTS, rank)  # too little to judge by
     assert not any(each.let_go.called for each in leaving)
 
 
 def test_where_there_are_servers_it_is_refused() -> None:
-    eviction.check(cast("Abilities", SimpleNamespace(remote=None, sample_queue=None)))
+    eviction.check_eviction(cast("Abilities", SimpleNamespace(remote=None, sample_queue=None)))
     with pytest.raises(UsageError, match=r"straggler='evict' is for strategies without servers"):
-        eviction.check(cast("Abilities", SimpleNamespace(remote=object(), sample_queue=None)))
+        eviction.check_eviction(
+            cast("Abilities", SimpleNamespace(remote=object(), sample_queue=None))
+        )
 
 
 QUICK = """

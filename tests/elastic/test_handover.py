@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.group_protocol import Group
 from paceline.elastic.handover import hand_over_result, hand_over_state
-from paceline.elastic.recover import RecoveryPlan
+from paceline.elastic.recovery_plan import RecoveryPlan
 from paceline.errors import Mismatch
 from tests.harness.thread_groups import spawn
 
@@ -20,10 +20,10 @@ class Worker:
     def __init__(self, state: str, broken: bool = False) -> None:
         self.state, self._broken = state, broken
 
-    def give(self) -> tuple[bytes, str]:
+    def pack_state(self) -> tuple[bytes, str]:
         return self.state.encode(), self.state
 
-    def take(self, state: bytes) -> str:
+    def load_state(self, state: bytes) -> str:
         self.state = state.decode() + "!" * self._broken
         return self.state
 

@@ -155,14 +155,14 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
         _heart=None,
         _timings=RecoveryTimings(view=0.2),
     )
-    recovery.orders.arm(1, frozenset({10}), lambda: None)
-    monkeypatch.setattr(surviving.events, "broken", broken)
+    recovery.orders.watch_breaking_views(1, frozenset({10}), lambda: None)
+    monkeypatch.setattr(surviving.events, "report_broken_view", broken)
     monkeypatch.setattr(surviving, "decide", lambda reaches: None)
     monkeypatch.setattr(surviving, "open_store", MagicMock())
     for name, answer in {"_meet": {}, "_regroup": None, "_say": None}.items():
         monkeypatch.setattr(recovery, name, lambda *given, answer=answer: answer)
-    monkeypatch.setattr(recovery, "_armed", lambda roster, members: met.append(roster.number))
-    recovery.recover(ServerLost("server 0 is gone"))
+    monkeypatch.setattr(recovery, "_arm_view", lambda roster, members: met.append(roster.number))
+    recovery.recover_from(ServerLost("server 0 is gone"))
     assert (said, met) == ([1, 2, 3], [4])
     os.close(told)
 

@@ -26,17 +26,21 @@ def survival(*, fresh: bool = False, apart: bool = False) -> tuple[Survival, Mag
 
 def test_who_trains_is_armed_and_who_has_just_come_is_let_in_first() -> None:
     found, parts = survival()
-    found.begin()
-    assert parts.recovery.arm.called and not parts.recovery.join.called and not found.take_joined()
+    found.begin_surviving()
+    assert (
+        parts.recovery.arm.called
+        and not parts.recovery.join.called
+        and not found.take_joined_flag()
+    )
     found, parts = survival(fresh=True)
-    found.begin()
+    found.begin_surviving()
     assert (
         parts.recovery.join.called
         and parts.tally.enter.called
         and parts.view.enter.called
         and not parts.recovery.arm.called
     )
-    assert found.take_joined() and not found.take_joined()
+    assert found.take_joined_flag() and not found.take_joined_flag()
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from paceline.cluster import network
-from paceline.cluster.control.commands import Member, Roster, named
+from paceline.cluster.control.commands import Member, Roster, make_worker_number
 from paceline.cluster.discover import Place
-from paceline.cluster.store import memory
+from paceline.cluster.store import make_local_store
 from paceline.cluster.topology import Topology
 from paceline.comm.cancellation import CancelScope
-from paceline.elastic.view_store import moved, open_store, serve
+from paceline.elastic.view_store import connect_store, move_to_view, serve_store
 from paceline.errors import ViewChanged, WorkerLost
 from paceline.workers.groups import WorkerContext
 
@@ -21,15 +21,17 @@ SECRET = b"a secret of this job"
 
 
 def context(place: Place) -> WorkerContext:
-    return WorkerContext(place, memory(SECRET), Topology(()), torch.device("cpu"), 10.0, print)
+    return WorkerContext(
+        place, make_local_store(SECRET), Topology(()), torch.device("cpu"), 10.0, print
+    )
 
 
 def served() -> tuple[Place, Roster, Any]:
     """The place of a worker that serves a view of which it is the only member."""
-    with network.listen("127.0.0.1") as listening:
+    with network.open_listener("127.0.0.1") as listening:
         port = listening.getsockname()[1]
         place = Place(
-            worker=named(7, port),
+            worker=make_worker_number(7, port),
             store_fd=listening.fileno(),
             secret=SECRET,
             rank=3,
@@ -38,15 +40,15 @@ def served() -> tuple[Place, Roster, Any]:
             joining=True,
         )
         assert place.worker is not None
-        return place, Roster(4, (Member(place.worker, 2, "box", "127.0.0.1"),)), serve(place)
+        return place, Roster(4, (Member(place.worker, 2, "box", "127.0.0.1"),)), serve_store(place)
 
 
 def test_members_meet_in_the_store_until_the_view_is_over() -> None:
     place, roster, _server = served()
     cancel_scope = CancelScope()
     mine, other = (
-        open_store(context(place), roster, cancel_scope),
-        open_store(context(place), roster, CancelScope()),
+        connect_store(context(place), roster, cancel_scope),
+        connect_store(context(place), roster, CancelScope()),
     )
     mine.put("a", 1)
     assert other.take("a") == 1
@@ -57,18 +59,20 @@ def test_members_meet_in_the_store_until_the_view_is_over() -> None:
 
 
 def test_a_store_that_is_gone() -> None:
-    with network.listen("127.0.0.1") as listening:
+    with network.open_listener("127.0.0.1") as listening:
         port = listening.getsockname()[1]
-    roster = Roster(4, (Member(named(7, port), 0, "box", "127.0.0.1"),))
+    roster = Roster(4, (Member(make_worker_number(7, port), 0, "box", "127.0.0.1"),))
     with pytest.raises(WorkerLost, match="the store of view 4 can't be reached"):
-        open_store(context(Place(secret=SECRET)), roster, CancelScope())
+        connect_store(context(Place(secret=SECRET)), roster, CancelScope())
 
 
 def test_the_place_of_a_worker_in_a_view() -> None:
     place, roster, _server = served()
     cancel_scope = CancelScope()
     assert place.worker is not None
-    found = moved(context(place), roster, memory(SECRET), (place.worker,), cancel_scope)
+    found = move_to_view(
+        context(place), roster, make_local_store(SECRET), (place.worker,), cancel_scope
+    )
     after = found.place
     assert (after.rank, after.size, after.local_rank, after.local_size) == (0, 1, 0, 1)
     assert (after.host_rank, after.hosts, after.joining) == (2, 1, False)

@@ -121,14 +121,14 @@ def _silent() -> None:
 def _unweighted() -> None:
     from paceline.data.loader import ShareLoader
 
-    turn = ShareLoader._turn
+    turn = ShareLoader._make_turn
 
     def equal(self: ShareLoader, *args: Any) -> Any:
         now, held = turn(self, *args)
         now.scale = 1.0 / self.terms.agreement.group.size
         return now, held
 
-    ShareLoader._turn = equal  # type: ignore[method-assign]
+    ShareLoader._make_turn = equal  # type: ignore[method-assign]
 
 
 MUTANTS = {"doesn't communicate": _silent, "averages without weights": _unweighted}

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from paceline.comm.group_protocol import Group
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.parallel.cut import CutContext, GradientSink
 
 
@@ -69,7 +69,7 @@ class columns:
     axis: str = "tensor"
     travels: ClassVar[str] = "activations"
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         group, whole = context.groups.group_along(self.axis), model.get_submodule(self.name)
@@ -115,7 +115,7 @@ class summed:
     axis: str = "shard"
     travels: ClassVar[str] = "gradients"
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def apply(self, model: nn.Module, context: CutContext) -> None:
         group, weights = context.groups.group_along(self.axis), _Weights()
@@ -123,7 +123,7 @@ class summed:
 
         def add_up(grad: Tensor) -> Tensor:
             assert weights.sink is not None
-            scale = weights.sink.weigh()  # above 0: these tests have no ghosts
+            scale = weights.sink.pass_weight()  # above 0: these tests have no ghosts
             return group.all_reduce((grad * scale).contiguous(), name="gradient").wait() / scale
 
         for parameter in model.parameters():

@@ -17,9 +17,9 @@ def run(assemblies: list[ElasticPeers], until: Callable[[], bool], seconds: floa
     while not until():
         assert time.monotonic() < end, "it never came to that"
         by_descriptor = {
-            descriptor: each for each in assemblies for descriptor in each.descriptors()
+            descriptor: each for each in assemblies for descriptor in each.list_descriptors()
         }
         for descriptor in select.select(list(by_descriptor), [], [], 0.02)[0]:
-            by_descriptor[descriptor].hear(descriptor)
+            by_descriptor[descriptor].read_messages(descriptor)
         for each in assemblies:
-            each.tick()
+            each.run_timers()

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble
+from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble_hosts
 from tests.harness import strangers
 
 SECRET = b"s" * 32
@@ -31,15 +31,15 @@ def meeting(name: str, port: int, hosts: int = 2, **changes: Any) -> Meeting:
 def waiting(port: int) -> Iterator[Callable[[], FixedPeers]]:
     """A launcher that waits for another; calling what is given lets that one come."""
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(assemble, meeting("a", port))
+        first = pool.submit(assemble_hosts, meeting("a", port))
         strangers.until(lambda: _listens(port), lambda: time.sleep(0.01))
         made: list[FixedPeers | Admission] = []
 
         def come() -> FixedPeers:
-            made.append(pool.submit(assemble, meeting("b", port)).result())
+            made.append(pool.submit(assemble_hosts, meeting("b", port)).result())
             made.append(first.result())
             assert isinstance(made[0], FixedPeers) and isinstance(made[1], FixedPeers)
-            assert [offer.name for offer in made[0].table] == ["a", "b"]
+            assert [offer.name for offer in made[0].offers] == ["a", "b"]
             return made[1]
 
         try:

@@ -38,9 +38,15 @@ def networked(
 ) -> HostsGroup:
     """A HostsGroup of processes: shared memory inside hosts, Gloo between them."""
     size, mine = len(hosts), [other for other, host in enumerate(hosts) if host == hosts[rank]]
-    flat = TorchGroup.from_store(store.sub("flat"), rank, size, deadline=deadline, hosts=hosts)
+    flat = TorchGroup.from_store(
+        store.open_substore("flat"), rank, size, deadline=deadline, hosts=hosts
+    )
     inner = SharedGroup.from_store(
-        store.sub(f"host{hosts[rank]}"), mine.index(rank), len(mine), deadline=deadline, ranks=mine
+        store.open_substore(f"host{hosts[rank]}"),
+        mine.index(rank),
+        len(mine),
+        deadline=deadline,
+        ranks=mine,
     )
     return HostsGroup(
         inner,

@@ -308,7 +308,7 @@ def marked(marks: Collection[str]) -> list[psutil.Process]:
     """All processes that live and have one of these marks: zombies have no environment any more."""
     wanted = {f"{MARK}={mark}".encode() for mark in marks}
     found = []
-    for pid in janitor.processes():
+    for pid in janitor.list_processes():
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if not wanted.isdisjoint(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")):
                 found.append(psutil.Process(pid))
@@ -333,7 +333,7 @@ def unused(names: Iterable[str]) -> list[str]:
     """Those of these files of shared memory that no process has open; tests that run side by
     side leave each other's out so.
     """
-    return [name for name in names if not janitor.in_use(SHARED / name)]
+    return [name for name in names if not janitor.is_in_use(SHARED / name)]
 
 
 def listening(pids: set[int] | None = None) -> set[int]:

@@ -32,14 +32,15 @@ def traces() -> set[str]:
     """
     others = [
         record
-        for record in remains.read_all()
-        if remains.alive(record) and record["process"] != os.getpid()
+        for record in remains.read_records()
+        if remains.is_alive(record) and record["process"] != os.getpid()
     ]
     seen = {f"interface {name}" for _, name in socket.if_nameindex()}
     seen |= {f"network {path}" for path in Path("/run/netns").glob("*")}
     seen |= {f"group {folder}" for folder in GROUPS.glob("**/paceline-lab-*")}
     seen |= {
-        f"record {path}" for path in (*remains.records().glob("*"), *SCRATCH.glob("paceline-lab-*"))
+        f"record {path}"
+        for path in (*remains.records_folder().glob("*"), *SCRATCH.glob("paceline-lab-*"))
     }
     seen |= {
         f"shared memory {path}"
@@ -65,7 +66,7 @@ def _used(trace: str) -> bool:
     this one.
     """
     kind, _, path = trace.rpartition(" ")
-    return kind == "shared memory" and janitor.in_use(Path(path))
+    return kind == "shared memory" and janitor.is_in_use(Path(path))
 
 
 def spaces() -> set[str]:
@@ -82,11 +83,11 @@ def measure(cluster: Cluster, source: int, target: int, seconds: float = 1.0) ->
     a start of 0.3 s.
     """
     with ExitStack() as held:
-        listening = cluster.hosts[target].space.inside(socket.socket)
+        listening = cluster.hosts[target].space.call_inside(socket.socket)
         held.callback(listening.close)
         listening.bind((cluster.hosts[target].address, 0))
         listening.listen()
-        sender = cluster.hosts[source].space.inside(socket.socket)
+        sender = cluster.hosts[source].space.call_inside(socket.socket)
         held.callback(sender.close)
         sender.connect(listening.getsockname())
         receiver, _ = listening.accept()

@@ -45,7 +45,7 @@ class Launched:
 def alive_in(folder: Path) -> list[psutil.Process]:
     """All processes that live there, or were given a path there: zombies are nowhere."""
     alive = []
-    for pid in janitor.processes():
+    for pid in janitor.list_processes():
         seen = Path(f"/proc/{pid}")
         with contextlib.suppress(OSError, psutil.NoSuchProcess):
             if (

@@ -102,7 +102,7 @@ class Made(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.steps = nn.Linear(3, 3), nn.Linear(3, 3), 2
+        self.one, self.two, self.steps_made = nn.Linear(3, 3), nn.Linear(3, 3), 2
 
     def forward(self, x: Tensor) -> Tensor:
         count, size = x.shape
@@ -114,7 +114,7 @@ class Made(nn.Module):
             + torch.zeros(size=(count, 1))
             + torch.full((count, size), 2.0)
             + torch.ones(3)
-            + self.steps
+            + self.steps_made
         )
         x = x[..., :size] @ torch.tril(torch.ones(size, size))
         assert count > 0, "no samples"

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from paceline.comm.agreement import Agreement
-from paceline.data.loader import Turn, deal
+from paceline.data.loader import Turn, deal_loader
 from tests.harness.thread_groups import spawn
 
 
@@ -40,7 +40,7 @@ def run(size, make, epochs=1, ids=torch.Tensor.tolist, **options) -> list[list[S
         kinds = {
             key: value(group.rank) if key == "say" else value for key, value in options.items()
         }
-        return walk(deal(make(), Agreement(group), **kinds), epochs, ids)
+        return walk(deal_loader(make(), Agreement(group), **kinds), epochs, ids)
 
     return spawn(size, body)
 

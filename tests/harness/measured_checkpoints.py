@@ -8,7 +8,7 @@ import torch
 
 from paceline.checkpoint.files import checkpoint
 from paceline.checkpoint.files.manifest import Best, Metric
-from paceline.state.snapshot import pack
+from paceline.state.snapshot import make_snapshot
 
 
 def save(
@@ -16,8 +16,12 @@ def save(
 ) -> Path:
     """Write one that has its step as its state."""
     metric = None if value is None else Metric(value, best)
-    return checkpoint.save(
-        folder, pack({"model": {"step": torch.tensor(float(step))}}), step, keep=keep, metric=metric
+    return checkpoint.save_checkpoint(
+        folder,
+        make_snapshot({"model": {"step": torch.tensor(float(step))}}),
+        step,
+        keep=keep,
+        metric=metric,
     )
 
 

@@ -14,7 +14,7 @@ import psutil
 
 from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.peers import Offer
-from paceline.cluster.hosts.rendezvous import Meeting, assemble
+from paceline.cluster.hosts.rendezvous import Meeting, assemble_hosts
 from paceline.timings import ChannelTimings, Timings
 from tests.harness.jobs import PATIENCE, wait_for
 
@@ -32,10 +32,10 @@ def invitation(name: str, port: int, **changes: Any) -> Meeting:
 def gather(*meetings: Meeting, led: bool = False) -> list[Future[FixedPeers]]:
     """Let all meet; where the meeting is `led`, the first one listens, else whoever comes first."""
     with ThreadPoolExecutor(len(meetings)) as pool:
-        futures = [pool.submit(assemble, meetings[0])]
+        futures = [pool.submit(assemble_hosts, meetings[0])]
         if led:
             wait_for(lambda: futures[0].done() or _listens(meetings[0].point[1]))
-        futures += [pool.submit(assemble, meeting) for meeting in meetings[1:]]
+        futures += [pool.submit(assemble_hosts, meeting) for meeting in meetings[1:]]
     return futures
 
 
@@ -52,7 +52,7 @@ def turn(*members: FixedPeers, until: Callable[[], bool], seconds: float = 60.0)
     while not until():
         assert time.monotonic() < end, "it never came to that"
         for council in members:
-            for descriptor in council.descriptors():
-                council.hear(descriptor)
-            council.tick()
+            for descriptor in council.list_descriptors():
+                council.read_messages(descriptor)
+            council.run_timers()
         time.sleep(0.005)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm.rpc import FRAME, RpcMessage
-from paceline.servers.protocol.message import MALFORMED, Index, Message, Request
+from paceline.servers.protocol.message import MALFORMED_ERRORS, Index, Message, Request
 
 NUMBERS = st.integers(0, (1 << 63) - 1)
 TENSORS = st.builds(
@@ -152,5 +152,5 @@ def check(message: Message) -> None:
         wrong += [(body, [*tensors, torch.ones(1)])]
         wrong += [(body, tensors[:-1])] if tensors else []
     for spoilt, rest in wrong:
-        with pytest.raises(MALFORMED):
+        with pytest.raises(MALFORMED_ERRORS):
             kind.unpack(spoilt, rest)

@@ -34,7 +34,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 import typer
 
-from paceline.lab.enter import enter
+from paceline.lab.enter import enter_host
 from tests.harness import preloaded
 
 ROOM = 1 << 16  # for the arguments, and the environment, of what is forked: bytes
@@ -307,7 +307,7 @@ def on_host(
 
 
 class Server(Nursed):
-    """A server, as `paceline.servers.starting` starts one."""
+    """A server, as `paceline.servers.server_starter` starts one."""
 
     home = ""  # where the nursery listens, of which this process is a child
     door = Door()  # by which it has entered its host
@@ -428,7 +428,7 @@ def _live(
     if group is not None:
         os.setpgid(0, group)
     if door[0]:
-        enter(
+        enter_host(
             ",".join(
                 f"{kind}=/proc/self/fd/{space}" for kind, space in zip(door[0], spaces, strict=True)
             ),
@@ -444,7 +444,7 @@ def _live(
     if command[-1] == "paceline.servers.process.main":
         program = importlib.import_module("paceline.servers.process.main")
         # the nursery is its parent; it ends with its input
-        program.preparation = lambda parent: None
+        program.make_preparation = lambda parent: None
     else:
         program = importlib.import_module("paceline.cli")
         Server.home, Server.door = home, Door(*door)

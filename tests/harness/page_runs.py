@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.causes import CAUSES
 from tests.harness.finished_runs import finished
 
@@ -121,6 +121,7 @@ def line(step: int) -> dict[str, Any]:
     if step % 10 == 0:
         there = ("0", "1") if step <= 25 else ("0", "2") if step >= 36 else ("0",)
         found["ranks"] = {
-            name: [10, *(10 * PARTS_OF[part] for part in PARTS), 0.1 * int(name)] for name in there
+            name: [10, *(10 * PARTS_OF[part] for part in STEP_PARTS), 0.1 * int(name)]
+            for name in there
         }
     return found

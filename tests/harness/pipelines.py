@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
 from paceline.apps.gpt import GPT, GPTShape
-from paceline.cluster.mesh import read
+from paceline.cluster.mesh import parse_mesh
 from paceline.session.run import Run
 from paceline.sync.base import Strategy
 from tests.harness.models import fill
@@ -97,7 +97,7 @@ def trained(
                 losses.append(run.mean(float(value)))
         said = ended(run, model)
         cuts = run._prepared.cuts
-        return losses, put_together(model, run.group, cuts.placements, cuts.trained), said
+        return losses, put_together(model, run.group, cuts.placements, cuts.trained_tensor), said
 
     return body
 
@@ -114,7 +114,7 @@ def same(
     }
     losses, parameters, _ = alone(trained(None, **whole))
     found = workers(
-        math.prod(size or 1 for size in read(mesh).values()),
+        math.prod(size or 1 for size in parse_mesh(mesh).values()),
         trained(cut, **terms),
         mesh=mesh,
         strategy=strategy,

@@ -202,7 +202,7 @@ def load(*names: str) -> None:
 def fork_workers(servers: Callable[..., Any]) -> None:
     """Launchers fork their workers here; and workers start their servers so."""
     _instead("paceline.cluster.launcher.worker", Forked)
-    _instead("paceline.servers.starting", servers)
+    _instead("paceline.servers.server_starter", servers)
 
 
 def _instead(module: str, popen: Callable[..., Any]) -> None:

@@ -24,10 +24,10 @@ class PretendedSpeed(ProcessorQuota):
         """Note that this worker goes through so many samples in this step."""
         self._samples += samples
 
-    def skip(self) -> None:
+    def skip_use(self) -> None:
         self._samples = 0
 
-    def lap(self) -> float:
+    def measure_lap(self) -> float:
         """Return the seconds of the step."""
         samples, self._samples, self._step = self._samples, 0, self._step + 1
         return self._fixed + samples * self._speeds(self._rank, self._step)

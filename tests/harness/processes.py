@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import FileStore
 
-from paceline.cluster.store import Store, memory
+from paceline.cluster.store import Store, make_local_store
 
 T = TypeVar("T")
 Body = Callable[[int, int, Store], T]
@@ -101,7 +101,7 @@ def _collect(receivers: list[Connection], timeout: float) -> list[Any]:
 
 def threads(size: int, body: Body[T], *, timeout: float = 60.0) -> list[T]:
     """As `fork`, in threads of this process."""
-    store = memory()
+    store = make_local_store()
     results: list[Any] = [None] * size
     errors: list[BaseException | None] = [None] * size
 

@@ -20,13 +20,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from paceline.cluster import store
 from paceline.cluster.discover import JobStart, Place
-from paceline.cluster.mesh import lay_out, read
+from paceline.cluster.mesh import lay_out_mesh, parse_mesh
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.group_protocol import Group
 from paceline.comm.rpc import RpcServer, derive_rpc_keys
 from paceline.comm.solo import SoloGroup
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.record.folder import RunFolder
 from paceline.record.history import RunHistory
 from paceline.record.log import MetricsLog, OnNan
@@ -36,13 +36,13 @@ from paceline.record.writer import MetricsWriter
 from paceline.replicas.compare import Comparison
 from paceline.servers.process.endpoints import ServerEndpoints
 from paceline.servers.process.main import Server
-from paceline.session.assemble import Joined, assemble
+from paceline.session.assemble import JoinedWorker, assemble_run
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.context import StepState, SyncContext
 from paceline.sync.route_choice import RouteFacts
-from paceline.timings import DEFAULTS
+from paceline.timings import DEFAULT_TIMINGS
 from paceline.trace import Trace
 from paceline.unequal.shares.quota import ProcessorQuota
 from paceline.workers.axes import RunAxes
@@ -88,9 +88,9 @@ def make(
             for n, mine in enumerate(dealt)
         )
     )
-    around = WorkerContext(place, store.memory(), cluster, torch.device("cpu"), 20.0, say)
+    around = WorkerContext(place, store.make_local_store(), cluster, torch.device("cpu"), 20.0, say)
     step_state = StepState(scale=1.0 / group.size)
-    agreement = Agreement(group, step=lambda: step_state.step, hosts=cluster.names())
+    agreement = Agreement(group, step=lambda: step_state.step, hosts=cluster.host_names())
     servers = serving(agreement, len(dealt))
     started = {"servers": servers, "table_servers": servers}
     context = SyncContext(
@@ -98,7 +98,7 @@ def make(
         agreement,
         step_state,
         Trace(),
-        cluster.where(),
+        cluster.host_by_rank(),
         say,
         None,
         **started,
@@ -117,9 +117,9 @@ def make(
             kept,
             history,
             say,
-            settings={"sync": spell(strategy)},
+            settings={"sync": format_as_call(strategy)},
             again=again,
-            timings=DEFAULTS.trackers,
+            timings=DEFAULT_TIMINGS.trackers,
         )
         agreement.tell_everyone(
             "where the run is reported to", lambda: feed.begin_trackers() or b""
@@ -131,12 +131,12 @@ def make(
 
     view = CurrentView(around)
     axes = (
-        RunAxes.plain(context, lambda: view.cluster)
+        RunAxes.from_replicas(context, lambda: view.cluster)
         if mesh is None
-        else RunAxes.of(lay_out(read(mesh), cluster), context, cluster)
+        else RunAxes.from_mesh(lay_out_mesh(parse_mesh(mesh), cluster), context, cluster)
     )
-    joined = Joined(view, axes, quota=quota)
-    return assemble(
+    joined = JoinedWorker(view, axes, quota=quota)
+    return assemble_run(
         joined,
         strategy,
         seed=1,

@@ -13,7 +13,7 @@ from paceline.comm.bucket_layout import BucketShape
 from paceline.servers.process.codings import CodingPhase
 from paceline.servers.process.partition import RowRange
 from paceline.servers.process.shard import ShardPlan
-from paceline.servers.protocol.plans import write
+from paceline.servers.protocol.plans import pack_plan
 from tests.harness.jobs import PATIENCE
 
 # codings of two buckets
@@ -32,4 +32,4 @@ def plan(rows: int = 4, ways: Any = ()) -> ShardPlan:
 
 
 def packed(found: ShardPlan) -> Tensor:
-    return torch.frombuffer(bytearray(write(found)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(pack_plan(found)), dtype=torch.uint8)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.cluster.mesh import SAMPLED, lay_out
+from paceline.cluster.mesh import SAMPLE_AXES, lay_out_mesh
 from paceline.cluster.store import Store
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
@@ -93,12 +93,12 @@ def trainee(
     """
     sizes = {"data": data, "shard": None, "tensor": 1 if first is None else 2}
     axes = AxisGroups(
-        lay_out(
+        lay_out_mesh(
             sizes if cut is not None and group.size > 1 else {"data": None}, one_host(group.size)
         ),
         group,
     )
-    size, rank = axes.group_along(*SAMPLED).size, axes.mesh.index(group.rank, SAMPLED)
+    size, rank = axes.group_along(*SAMPLE_AXES).size, axes.mesh.index_along(group.rank, SAMPLE_AXES)
     state = StepState(scale=1 / size)
     outer = axes.group_along("data")
     context = SyncContext(
@@ -110,7 +110,7 @@ def trainee(
     opt = optimizer(model.parameters())
     around = CutContext(axes.mesh, axes, Placements())
     for each in (first, cut):
-        if each is not None and axes.mesh.extent(each.axis) > 1:
+        if each is not None and axes.mesh.axis_size(each.axis) > 1:
             each.apply(model, around)
     slots = [
         Slot(name, around.replacements.get(p, p), opt)
@@ -120,9 +120,9 @@ def trainee(
     for one in opt.param_groups:
         one["params"] = [around.replacements.get(p, p) for p in one["params"]]
     for source in around.gradient_sources:
-        tracker.follow(source)
+        tracker.follow_source(source)
     if group.size > 1:
-        tracker.watch(slots)
+        tracker.watch_slots(slots)
     return Trainee(model, opt, rank, size, state, tracker, around)
 
 
@@ -271,10 +271,10 @@ class Kept:
 
     replicas_diverge = False
 
-    def weigh(self) -> float:
+    def pass_weight(self) -> float:
         return 0.5
 
-    def take(self, parameter: nn.Parameter, grad: Tensor) -> None:
+    def take_cut_gradient(self, parameter: nn.Parameter, grad: Tensor) -> None:
         parameter.grad = grad
 
 

@@ -62,7 +62,9 @@ def plain(*, sparse: bool = False) -> Make:
         bag = nn.EmbeddingBag(ROWS, DIM, mode=mode, sparse=sparse, dtype=torch.float64)
         with torch.no_grad():
             bag.weight.copy_(
-                row_optimizers.initial(torch.arange(ROWS), DIM, torch.float64, seed=seed, std=1.0)
+                row_optimizers.make_initial_values(
+                    torch.arange(ROWS), DIM, torch.float64, seed=seed, std=1.0
+                )
             )
         return bag
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.loop.step import TrainingStep
-from paceline.prepare.abilities import resolve
+from paceline.prepare.abilities import resolve_abilities
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
@@ -14,7 +14,7 @@ def watch_without_loop(sync: Sync, context: SyncContext) -> GradientTracker:
     return GradientTracker(
         sync,
         context,
-        resolve(sync),
+        resolve_abilities(sync),
         begin_backward=lambda: None,
         end_backward=TrainingStep.end_backward,
     )

@@ -22,7 +22,7 @@ from tests.harness.labs import left, traces
 @pytest.fixture(scope="session")
 def able() -> None:
     """A lab can run here."""
-    reason = kernel.missing()
+    reason = kernel.find_missing()
     if reason:
         pytest.skip(f"no lab can run here: {reason}")
 
@@ -44,7 +44,7 @@ def quotas(able: None) -> None:
     """Hosts can have quotas here."""
     lacking = [
         ability
-        for ability in kernel.abilities()
+        for ability in kernel.try_abilities()
         if ability.name.startswith("control group") and ability.reason
     ]
     if lacking:

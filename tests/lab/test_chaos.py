@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import UsageError
 from paceline.lab import chaos
 from paceline.lab.chaos import crash, cut, join, kill, link, slow, stop, storm
-from paceline.lab.description import Description, Host, regular
+from paceline.lab.description import Description, Host, make_regular
 
 WRITTEN = {
     "kill(rank=2, step=5)": kill(rank=2, step=5),
@@ -34,17 +34,21 @@ WRITTEN = {
 @pytest.mark.parametrize("text", WRITTEN)
 def test_text_and_objects_are_the_same(text: str) -> None:
     fault = WRITTEN[text]
-    assert chaos.parse(text) == [fault]
-    assert chaos.parse(repr(fault)) == [fault]
+    assert chaos.parse_faults(text) == [fault]
+    assert chaos.parse_faults(repr(fault)) == [fault]
     assert repr(fault) == text.replace("faults=5, ", "")  # defaults are left out
 
 
 def test_lists_of_faults_objects_and_texts_become_one() -> None:
     one, two, three = kill(rank=0, step=1), cut(host=1, seconds=3), crash(host=0)
-    assert chaos.parse("[kill(rank=0, step=1), cut(host=1, seconds=3)]") == [one, two]
-    assert chaos.parse("kill(rank=0, step=1), cut(host=1, seconds=3)") == [one, two]
-    assert chaos.collect([one, "cut(host=1, seconds=3)", ["crash(host=0)"]]) == [one, two, three]
-    assert chaos.collect(()) == []
+    assert chaos.parse_faults("[kill(rank=0, step=1), cut(host=1, seconds=3)]") == [one, two]
+    assert chaos.parse_faults("kill(rank=0, step=1), cut(host=1, seconds=3)") == [one, two]
+    assert chaos.collect_faults([one, "cut(host=1, seconds=3)", ["crash(host=0)"]]) == [
+        one,
+        two,
+        three,
+    ]
+    assert chaos.collect_faults(()) == []
 
 
 def test_what_the_issue_leaves_out_may_be_left_out() -> None:
@@ -107,21 +111,23 @@ WRONG: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("given", "words"), WRONG, ids=[str(given) for given, _ in WRONG])
 def test_what_can_not_be_is_refused(given: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        chaos.script(given, regular(2, 2))
+        chaos.list_faults(given, make_regular(2, 2))
 
 
 def test_a_script_is_a_flat_list_with_the_storms_drawn() -> None:
-    faults = chaos.script(["storm(seed=3, faults=4)", kill(rank=3, step=1)], regular(2, 2))
+    faults = chaos.list_faults(
+        ["storm(seed=3, faults=4)", kill(rank=3, step=1)], make_regular(2, 2)
+    )
     assert len(faults) == 5 and faults[-1] == kill(rank=3, step=1)
-    assert chaos.script([], regular(2, 2)) == []
+    assert chaos.list_faults([], make_regular(2, 2)) == []
 
 
 def test_the_same_seed_draws_the_same_faults() -> None:
-    cluster = regular(3, 2, bandwidth="1gbit")
-    first = storm(seed=5, faults=40, steps=30).draw(cluster)
-    assert first == storm(seed=5, faults=40, steps=30).draw(cluster)
-    assert first != storm(seed=6, faults=40, steps=30).draw(cluster)
-    assert chaos.script(repr(first), cluster) == first
+    cluster = make_regular(3, 2, bandwidth="1gbit")
+    first = storm(seed=5, faults=40, steps=30).draw_faults(cluster)
+    assert first == storm(seed=5, faults=40, steps=30).draw_faults(cluster)
+    assert first != storm(seed=6, faults=40, steps=30).draw_faults(cluster)
+    assert chaos.list_faults(repr(first), cluster) == first
     steps = [fault.step for fault in first]
     assert len(first) == 40 and steps == sorted(steps) and steps[0] >= 0 and steps[-1] < 30
     assert {type(fault) for fault in first} == {chaos.Stop, chaos.Cut, chaos.Slow, chaos.Link}
@@ -131,21 +137,21 @@ def test_the_same_seed_draws_the_same_faults() -> None:
 
 def test_a_storm_keeps_to_what_it_was_told() -> None:
     cluster = Description("two", (Host("a", up=10**8, down=10**9), Host("b")))
-    drawn = storm(seed=1, faults=30, kinds=("link", "stop"), seconds=(2, 2)).draw(cluster)
+    drawn = storm(seed=1, faults=30, kinds=("link", "stop"), seconds=(2, 2)).draw_faults(cluster)
     assert {type(fault) for fault in drawn} == {chaos.Link, chaos.Stop}
     assert {fault.seconds for fault in drawn} == {2}
     rates = {fault.host: fault.sides()[0] for fault in drawn if isinstance(fault, chaos.Link)}
     # a part of the slower direction; of 1gbit without one
     assert 10**7 <= (rates[0] or 0) < 10**8 and 10**8 <= (rates[1] or 0) < 10**9
-    lethal = storm(seed=1, faults=20, kinds=("kill", "crash")).draw(cluster)
+    lethal = storm(seed=1, faults=20, kinds=("kill", "crash")).draw_faults(cluster)
     assert {type(fault) for fault in lethal} == {chaos.Kill, chaos.Crash}
 
 
 def test_a_storm_spares_hosts_that_join_later() -> None:
-    cluster = regular(3, 2)
-    faults = chaos.script("[storm(seed=1, faults=40), join(host=0, step=9)]", cluster)
+    cluster = make_regular(3, 2)
+    faults = chaos.list_faults("[storm(seed=1, faults=40), join(host=0, step=9)]", cluster)
     assert {
         fault.host for fault in faults if isinstance(fault, chaos.Cut | chaos.Slow | chaos.Link)
     } == {1, 2}
     assert {fault.rank for fault in faults if isinstance(fault, chaos.Stop)} == {0, 1, 2, 3}
-    assert chaos.absent(faults) == {0}
+    assert chaos.absent_hosts(faults) == {0}

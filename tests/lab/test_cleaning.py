@@ -12,7 +12,7 @@ import pytest
 
 from paceline.errors import ResourceError
 from paceline.lab import cgroups, cleaning, remains
-from paceline.lab.cgroups import Base
+from paceline.lab.cgroups import CgroupBase
 
 pytestmark = pytest.mark.lab  # cleaning and labs side by side take each other's for remains
 
@@ -20,21 +20,23 @@ pytestmark = pytest.mark.lab  # cleaning and labs side by side take each other's
 def test_living_labs_and_groups_in_use_are_left_alone(pair):
     cluster = pair()
     process = cluster.spawn(0, [sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-    assert [line for line in cleaning.clean() if cluster.identity in line] == []
+    assert [line for line in cleaning.remove_leftovers() if cluster.identity in line] == []
     assert process.poll() is None and all(
         folder.exists() for host in cluster.hosts for folder in host.group.folders
     )
 
 
 def test_groups_without_a_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
-    monkeypatch.setattr(cleaning, "_bases", lambda: [Base("cpu", 1, tmp_path)])
+    monkeypatch.setattr(remains, "records_folder", lambda: tmp_path / "records")
+    monkeypatch.setattr(cleaning, "_find_bases", lambda: [CgroupBase("cpu", 1, tmp_path)])
     for name, inside in (("dead", ""), ("used", "1\n")):
         folder = tmp_path / f"{cgroups.PREFIX}{name}-0"
         folder.mkdir()
         if inside:
             (folder / "cgroup.procs").write_text(inside)
-    assert cleaning.clean() == [f"control group {tmp_path}/paceline-lab-dead-0 is removed"]
+    assert cleaning.remove_leftovers() == [
+        f"control group {tmp_path}/paceline-lab-dead-0 is removed"
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["paceline-lab-used-0"]
 
 
@@ -43,21 +45,27 @@ def test_groups_of_other_users_are_theirs(tmp_path, monkeypatch):
     """A lab of another user has its records elsewhere; it may have made its groups, and nobody
     is inside yet.
     """
-    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
-    monkeypatch.setattr(cleaning, "_bases", lambda: [Base("cpu", 1, tmp_path)])
+    monkeypatch.setattr(remains, "records_folder", lambda: tmp_path / "records")
+    monkeypatch.setattr(cleaning, "_find_bases", lambda: [CgroupBase("cpu", 1, tmp_path)])
     for name, user in (("mine", 0), ("theirs", 12345)):
         folder = tmp_path / f"{cgroups.PREFIX}{name}-0"
         folder.mkdir()
         os.chown(folder, user, user)
-    assert cleaning.clean() == [f"control group {tmp_path}/paceline-lab-mine-0 is removed"]
+    assert cleaning.remove_leftovers() == [
+        f"control group {tmp_path}/paceline-lab-mine-0 is removed"
+    ]
     assert [path.name for path in tmp_path.iterdir()] == ["paceline-lab-theirs-0"]
 
 
 def test_groups_of_a_lab_that_begins_just_now_are_its_own(tmp_path, monkeypatch):
     """It writes its record before it makes groups; both may come about while somebody cleans."""
-    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
-    monkeypatch.setattr(cleaning, "_bases", lambda: [Base("cpu", 1, tmp_path)])
-    read_all, begun, calls = remains.read_all, tmp_path / f"{cgroups.PREFIX}fresh-0", list[int]()
+    monkeypatch.setattr(remains, "records_folder", lambda: tmp_path / "records")
+    monkeypatch.setattr(cleaning, "_find_bases", lambda: [CgroupBase("cpu", 1, tmp_path)])
+    read_all, begun, calls = (
+        remains.read_records,
+        tmp_path / f"{cgroups.PREFIX}fresh-0",
+        list[int](),
+    )
 
     def read_then_begin() -> list[dict[str, Any]]:
         found = read_all()
@@ -68,20 +76,20 @@ def test_groups_of_a_lab_that_begins_just_now_are_its_own(tmp_path, monkeypatch)
             "identity": "fresh",
             "name": "x",
             "process": os.getpid(),
-            "began": remains.began(os.getpid()),
+            "began": remains.start_ticks(os.getpid()),
         }
-        remains.write({**whose, "keeper": 0, "folder": str(tmp_path / "none"), "hosts": []})
+        remains.write_record({**whose, "keeper": 0, "folder": str(tmp_path / "none"), "hosts": []})
         begun.mkdir()
         return found
 
-    monkeypatch.setattr(remains, "read_all", read_then_begin)
-    monkeypatch.setattr(remains, "drop_halves", lambda: None)
-    assert cleaning.clean() == [] and begun.exists() and calls == [0, 0]
+    monkeypatch.setattr(remains, "read_records", read_then_begin)
+    monkeypatch.setattr(remains, "drop_partial_records", lambda: None)
+    assert cleaning.remove_leftovers() == [] and begun.exists() and calls == [0, 0]
 
 
 def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
-    monkeypatch.setattr(cleaning, "_bases", list)
+    monkeypatch.setattr(remains, "records_folder", lambda: tmp_path / "records")
+    monkeypatch.setattr(cleaning, "_find_bases", list)
     (tmp_path / "group").mkdir()
     (tmp_path / "group" / "file").touch()
     host = {"name": "a", "network": "net:[1]", "cgroups": [str(tmp_path / "group")]}
@@ -93,15 +101,15 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch):
         "keeper": 0,
         "folder": str(tmp_path / "none"),
     }
-    remains.write({**whose, "hosts": [host]})
+    remains.write_record({**whose, "hosts": [host]})
     with pytest.raises(
         ResourceError,
         match=rf"of lab feed \(x\) this can't be removed: {tmp_path}/group; end it, and clean again",  # noqa: E501
     ):
-        cleaning.clean()
+        cleaning.remove_leftovers()
     (tmp_path / "group" / "file").unlink()
     assert (
-        len(cleaning.clean()) == 1
+        len(cleaning.remove_leftovers()) == 1
         and not Path(tmp_path / "group").exists()
         and not (tmp_path / "records").exists()
     )

@@ -17,12 +17,12 @@ from paceline.lab.description import (
     Description,
     Host,
     Rack,
-    find,
-    rate,
+    find_cluster,
+    make_regular,
+    parse_rate,
     read,
     ready,
-    regular,
-    spell,
+    spell_rate,
 )
 
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**30, -(10**400), 0, -1, True, 2**40])
@@ -231,12 +231,12 @@ class TestRead:
         """
         found = data.draw(CONTENT)
         try:
-            cluster = description._Reader("mine.toml").whole(found, "mine")
+            cluster = description._TomlReader("mine.toml").read_description(found, "mine")
         except UsageError as error:
             text = str(error)
             assert text.startswith("mine.toml: ") and "\n" not in text and len(text) < 400
         else:
-            assert cluster.workers <= 200 * 1000 and spell(cluster.hosts[0].up)
+            assert cluster.workers <= 200 * 1000 and spell_rate(cluster.hosts[0].up)
 
     def test_a_file_that_is_not_there(self, tmp_path):
         with pytest.raises(
@@ -246,14 +246,21 @@ class TestRead:
                 r"ethernet-1g, "
             ),
         ):
-            find(str(tmp_path / "none.toml"))
+            find_cluster(str(tmp_path / "none.toml"))
 
 
 class TestReady:
     def test_what_ships(self):
-        assert description.names() == ["ethernet-1g", "racks", "two-hosts", "unequal", "wan-100m"]
+        assert description.list_ready_clusters() == [
+            "ethernet-1g",
+            "racks",
+            "two-hosts",
+            "unequal",
+            "wan-100m",
+        ]
         shapes = {
-            name: [host.workers for host in ready(name).hosts] for name in description.names()
+            name: [host.workers for host in ready(name).hosts]
+            for name in description.list_ready_clusters()
         }
         assert shapes == {
             "ethernet-1g": [1] * 4,
@@ -284,7 +291,7 @@ class TestReady:
             UsageError,
             match=r"there is no ready-made cluster two-host; possible: .*; did you mean two-hosts",
         ):
-            find("two-host")
+            find_cluster("two-host")
 
     def test_hosts_by_name_and_number(self):
         cluster = ready("unequal")
@@ -296,14 +303,14 @@ class TestReady:
 
 
 def test_rates():
-    assert [rate(text) for text in ("1gbit", "100mbit", "2.5 gbit", "9600bit", 10**6)] == [
+    assert [parse_rate(text) for text in ("1gbit", "100mbit", "2.5 gbit", "9600bit", 10**6)] == [
         10**9,
         10**8,
         25 * 10**8,
         9600,
         10**6,
     ]
-    assert [spell(value) for value in (10**9, 25 * 10**8, 10**8, 9600, None)] == [
+    assert [spell_rate(value) for value in (10**9, 25 * 10**8, 10**8, 9600, None)] == [
         "1gbit",
         "2.5gbit",
         "100mbit",
@@ -311,12 +318,12 @@ def test_rates():
         "unlimited",
     ]
     with pytest.raises(UsageError, match="the bandwidth is 7, and has to be 8kbit to 34gbit"):
-        rate(7)
+        parse_rate(7)
 
 
 class TestRegular:
     def test_equal_hosts(self):
-        made = regular(
+        made = make_regular(
             2,
             3,
             placement="round-robin",
@@ -330,16 +337,16 @@ class TestRegular:
             Host(f"host{number}", 3, 2, 2**30, 10**6, 10**9, 0.001) for number in range(2)
         )
         assert made.placement == "round-robin"
-        assert regular(1, bandwidth=None).hosts == (Host("host0"),)
+        assert make_regular(1, bandwidth=None).hosts == (Host("host0"),)
 
     def test_mistakes(self):
         with pytest.raises(UsageError, match="hosts is 0, and has to be 1 to 200"):
-            regular(0)
+            make_regular(0)
         with pytest.raises(
             UsageError,
             match=r"there is no key bandwith; possible: bandwidth.*did you mean bandwidth",
         ):
-            regular(2, bandwith="1gbit")
+            make_regular(2, bandwith="1gbit")
 
     def test_a_description_and_more(self):
         with pytest.raises(UsageError, match="hosts, bandwidth and a description are given"):

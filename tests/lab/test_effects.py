@@ -26,7 +26,7 @@ import pytest
 from paceline import lab
 from paceline.cluster import machine
 from paceline.cluster.control import progress
-from paceline.cluster.control.progress import Page
+from paceline.cluster.control.progress import ProgressPage
 from paceline.cluster.launcher import janitor
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.lab import injector
@@ -93,11 +93,11 @@ class Watched:
     def __init__(self, cluster: lab.Cluster, run: Future[Outcome], done: Path, steps: Path) -> None:
         self.cluster, self._run, self._done, self._steps = cluster, run, done, steps
 
-    def page(self, rank: int) -> Page:
-        file = progress.path(self.cluster.pages(1), rank)
-        wait_for(lambda: self._run.done() or (file.exists() and Page(file).pid > 0))
+    def page(self, rank: int) -> ProgressPage:
+        file = progress.page_path(self.cluster.pages(1), rank)
+        wait_for(lambda: self._run.done() or (file.exists() and ProgressPage(file).pid > 0))
         assert file.exists(), self._run.result().output
-        return Page(file)
+        return ProgressPage(file)
 
     def let(self, step: int) -> None:
         """Let scripts that talk begin steps up to this one, and wait until both have come to it."""
@@ -105,7 +105,7 @@ class Watched:
         for rank in range(2):
             self.reached(rank, step)
 
-    def reached(self, rank: int, step: int) -> Page:
+    def reached(self, rank: int, step: int) -> ProgressPage:
         page = self.page(rank)
         wait_for(lambda: page.step >= step or self._run.done())
         return page
@@ -207,12 +207,12 @@ def test_stop(tmp_path: Path, clock: Clock) -> None:
     with running(tmp_path, STEPS, "stop(rank=1, step=5, seconds=1.5)", hosts=2) as run:
         page = run.page(1)
         # nothing else is to come
-        wait_for(lambda: janitor.state(page.pid) == "T" and page._cells[progress._HOLD] == 0)
-        assert janitor.state(run.page(0).pid) != "T"
+        wait_for(lambda: janitor.read_state(page.pid) == "T" and page._cells[progress._HOLD] == 0)
+        assert janitor.read_state(run.page(0).pid) != "T"
         assert page.step == 5
         stopped = time.monotonic()
         clock.now += 1.5
-        wait_for(lambda: janitor.state(page.pid) != "T")
+        wait_for(lambda: janitor.read_state(page.pid) != "T")
         outcome = run.end()
     assert outcome.code == 0, outcome.output
     began = steps(outcome, 1)
@@ -283,7 +283,7 @@ def test_slow(tmp_path: Path, clock: Clock) -> None:
         clock.now += 5
         wait_for(lambda: run.cluster.quota_of(1) == pytest.approx(0.6))
         # whatever it gets: others use these cores, too
-        assert machine.quota(Path(f"/proc/{page.pid}/cgroup")) == pytest.approx(0.6)
+        assert machine.read_cpu_quota(Path(f"/proc/{page.pid}/cgroup")) == pytest.approx(0.6)
         outcome = run.end()
     assert [event for event, _ in events(outcome)] == ["fault", "fault over"]
 
@@ -329,7 +329,7 @@ def test_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> 
         wait_for(lambda: run.cluster.processes(1) == [])
         # whether it is buried is for the machine's init to say, and how soon it is dead for its
         # processors
-        wait_for(lambda: janitor.state(pids[1]) in {"", "Z"})
+        wait_for(lambda: janitor.read_state(pids[1]) in {"", "Z"})
         assert rates(pids[0], 0.5)[0] < QUIET
         assert len(run.cluster.processes(0)) >= 2  # it goes on
         if waits:

@@ -110,7 +110,7 @@ class TestQuotas:
             "os._exit(0))\n    time.sleep(0.01)\n"
         )
         processes = [cluster.spawn(0, SLEEP), cluster.spawn(0, [sys.executable, "-S", "-c", fork])]
-        group = cluster.hosts[0].group.entrances(("cpu",))[0]
+        group = cluster.hosts[0].group.list_entry_files(("cpu",))[0]
         wait_for(lambda: len(cluster.processes(0)) > 4)
         cluster.quota(0, None)
         # without a quota a host has no group: its threads share the cores with all others
@@ -120,7 +120,7 @@ class TestQuotas:
         assert {process.pid for process in processes} <= inside and len(inside) > 4
         later = cluster.spawn(0, SLEEP)
         wait_for(lambda: str(later.pid) in group.read_text().split())
-        assert cluster.hosts[1].group.entrances(("cpu",))[0].read_text() == ""
+        assert cluster.hosts[1].group.list_entry_files(("cpu",))[0].read_text() == ""
 
     def test_memory(self, quotas, pair):
         cluster = pair(memory="64MiB")
@@ -140,7 +140,7 @@ class TestQuotas:
         def nowhere(controller: str, mounts: object = None) -> None:
             raise ResourceError(f"no {controller}")
 
-        monkeypatch.setattr(cgroups, "find", nowhere)
+        monkeypatch.setattr(cgroups, "find_base", nowhere)
         with pytest.raises(ResourceError, match="no cpu"), lab.cluster(processors=1):
             pass
         with lab.cluster() as cluster, pytest.raises(ResourceError, match="no cpu"):
@@ -237,7 +237,7 @@ class TestBuilding:
         def refuse(self: Cluster) -> None:
             raise ResourceError("no wires")
 
-        monkeypatch.setattr(Cluster, "_wire", refuse)
+        monkeypatch.setattr(Cluster, "_connect_hosts", refuse)
         with pytest.raises(ResourceError, match="no wires"), lab.cluster():
             pass
 
@@ -259,7 +259,7 @@ class TestDelay:
     DELAYED = Description("d", (Host("a", delay=0.05), Host("b")))
 
     def test_where_the_kernel_has_it(self, build):
-        if any(ability.name == "netem" and ability.reason for ability in kernel.abilities()):
+        if any(ability.name == "netem" and ability.reason for ability in kernel.try_abilities()):
             with pytest.raises(
                 ResourceError, match="d has links with delay, and this kernel has no netem"
             ):
@@ -275,7 +275,9 @@ class TestDelay:
 
     def test_where_it_may_be_left_out(self, build):
         cluster = build(description="wan-100m")
-        lacking = any(ability.name == "netem" and ability.reason for ability in kernel.abilities())
+        lacking = any(
+            ability.name == "netem" and ability.reason for ability in kernel.try_abilities()
+        )
         assert cluster.notes == (
             ["this kernel has no netem: the links of wan-100m have no delay here"]
             if lacking
@@ -285,11 +287,11 @@ class TestDelay:
 
 def test_a_killed_labs_record_is_swept_by_the_next(able, tmp_path):
     with suppress(FileNotFoundError):
-        remains.forget("0123abcd")
+        remains.forget_record("0123abcd")
     folder = tmp_path / "left"
     folder.mkdir()
     sleeper = subprocess.Popen(SLEEP, env={remains.MARK: "0123abcd"})
-    wait_for(lambda: sleeper.pid in remains.marked("0123abcd"))
+    wait_for(lambda: sleeper.pid in remains.processes_marked("0123abcd"))
     host = {"name": "a", "address": "", "network": "net:[1]", "fds": {}, "cgroups": []}
     record = {
         "identity": "0123abcd",
@@ -300,7 +302,7 @@ def test_a_killed_labs_record_is_swept_by_the_next(able, tmp_path):
         "folder": str(folder),
         "hosts": [host],
     }
-    remains.write(record)
+    remains.write_record(record)
     with lab.cluster(hosts=1):
         assert sleeper.wait(PATIENCE) == -9 and not folder.exists()
-        assert "0123abcd" not in [found["identity"] for found in remains.read_all()]
+        assert "0123abcd" not in [found["identity"] for found in remains.read_records()]

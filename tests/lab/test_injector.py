@@ -21,12 +21,12 @@ import pytest
 
 from paceline.cluster import machine
 from paceline.cluster.control import progress
-from paceline.cluster.control.progress import Page
+from paceline.cluster.control.progress import ProgressPage
 from paceline.cluster.launcher import janitor
 from paceline.errors import ResourceError
 from paceline.lab import chaos, injector
-from paceline.lab.description import Description, Host, Placement, regular
-from paceline.lab.injector import Chaos, record
+from paceline.lab.description import Description, Host, Placement, make_regular
+from paceline.lab.injector import FaultInjector, record_events
 from tests.harness.clocks import Clock
 from tests.harness.jobs import PATIENCE, wait_for
 
@@ -88,11 +88,11 @@ class Worker:
     def __init__(
         self, folder: Path, rank: int, steps: int, pause: float = 0.0, threads: int = 1
     ) -> None:
-        self.page = Page(progress.path(folder, rank))
-        self.page.describe(rank, 0, threads)
+        self.page = ProgressPage(progress.page_path(folder, rank))
+        self.page.describe_worker(rank, 0, threads)
         command = [sys.executable, "-c", WORKER, str(self.page.file), str(steps), str(pause)]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
-        self.page.started(self.process.pid)
+        self.page.write_process(self.process.pid)
 
     def end(self) -> tuple[int, list[int]]:
         """Its exit code and the steps that it made."""
@@ -101,7 +101,7 @@ class Worker:
 
     @property
     def stopped(self) -> bool:
-        return janitor.state(self.process.pid) == "T"
+        return janitor.read_state(self.process.pid) == "T"
 
 
 @contextmanager
@@ -115,11 +115,11 @@ def job(folder: Path, *workers: dict[str, Any]) -> Iterator[list[Worker]]:
             worker.process.communicate()
 
 
-def own(folder: Path) -> Page:
+def own(folder: Path) -> ProgressPage:
     """The page of a worker that is this process."""
-    page = Page(progress.path(folder, 0))
-    page.describe(0, 0, 1)
-    page.started(os.getpid())
+    page = ProgressPage(progress.page_path(folder, 0))
+    page.describe_worker(0, 0, 1)
+    page.write_process(os.getpid())
     return page
 
 
@@ -131,23 +131,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def unleash(cluster: Paper, faults: Any, folder: Path, said: list[str] | None = None) -> Chaos:
-    return Chaos(
+def unleash(
+    cluster: Paper, faults: Any, folder: Path, said: list[str] | None = None
+) -> FaultInjector:
+    return FaultInjector(
         cluster,
-        chaos.script(faults, cluster.description),
+        chaos.list_faults(faults, cluster.description),
         folder,
         say=([] if said is None else said).append,
     )
 
 
-def happened(found: Chaos) -> list[tuple[str, str, int]]:
+def happened(found: FaultInjector) -> list[tuple[str, str, int]]:
     return [(event["event"], event["what"], event["step"]) for event in found.events]
 
 
 @pytest.mark.jobs
 def test_kill_comes_exactly_before_its_step(tmp_path: Path) -> None:
     said: list[str] = []
-    found = unleash(Paper(regular(2)), "kill(rank=1, step=5)", tmp_path, said)
+    found = unleash(Paper(make_regular(2)), "kill(rank=1, step=5)", tmp_path, said)
     with found, job(tmp_path, {"steps": 50}, {"steps": 50}) as (other, victim):
         assert victim.end() == (-signal.SIGKILL, [0, 1, 2, 3, 4])
         assert other.end() == (0, list(range(50)))
@@ -157,7 +159,7 @@ def test_kill_comes_exactly_before_its_step(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_stop_stops_and_goes_on(tmp_path: Path, clock: Clock) -> None:
-    found = unleash(Paper(regular(1)), "stop(rank=0, step=2, seconds=1.5)", tmp_path)
+    found = unleash(Paper(make_regular(1)), "stop(rank=0, step=2, seconds=1.5)", tmp_path)
     with found, job(tmp_path, {"steps": 4}) as (worker,):
         wait_for(lambda: len(found.events) == 1 and worker.stopped)
         assert worker.page.step == 2
@@ -171,18 +173,20 @@ def test_stop_stops_and_goes_on(tmp_path: Path, clock: Clock) -> None:
 def test_the_end_of_a_fault_comes_at_the_step_at_which_it_was_still_in_force(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster, page = Paper(regular(1)), own(tmp_path)
-    monkeypatch.setattr(cluster, "mend", lambda host: page.passed(3))  # the worker goes on at once
+    cluster, page = Paper(make_regular(1)), own(tmp_path)
+    monkeypatch.setattr(
+        cluster, "mend", lambda host: page.write_step(3)
+    )  # the worker goes on at once
     found = unleash(cluster, "cut(host=0, seconds=0.01, step=2)", tmp_path)
     with found:
-        page.reach(2)
+        page.reach_step(2)
         wait_for(lambda: len(found.events) == 2)
     assert [step for _, _, step in happened(found)] == [2, 2]
 
 
 @pytest.mark.jobs
 def test_a_worker_still_stopped_at_the_end_goes_on(tmp_path: Path) -> None:
-    found = unleash(Paper(regular(1)), "stop(rank=0, step=0, seconds=100)", tmp_path)
+    found = unleash(Paper(make_regular(1)), "stop(rank=0, step=0, seconds=100)", tmp_path)
     with job(tmp_path, {"steps": 1}) as (worker,):
         with found:
             wait_for(lambda: worker.stopped)
@@ -192,7 +196,7 @@ def test_a_worker_still_stopped_at_the_end_goes_on(tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_two_stops_end_with_the_longer(tmp_path: Path, clock: Clock) -> None:
     found = unleash(
-        Paper(regular(1)),
+        Paper(make_regular(1)),
         "[stop(rank=0, step=0, seconds=0.2), stop(rank=0, step=0, seconds=4)]",
         tmp_path,
     )
@@ -209,7 +213,7 @@ def test_two_stops_end_with_the_longer(tmp_path: Path, clock: Clock) -> None:
 def test_the_first_worker_of_a_host_is_held_and_several_faults_come_in_order(
     tmp_path: Path,
 ) -> None:
-    cluster = Paper(regular(2, 2, bandwidth="1gbit"))
+    cluster = Paper(make_regular(2, 2, bandwidth="1gbit"))
     faults = (
         "[link(host=1, bandwidth='10mbit', step=3), cut(host=1, seconds=0.2, step=3),"
         " link(host=1, up='20mbit', step=6, seconds=0.2), crash(host=0, step=1)]"
@@ -237,7 +241,7 @@ def test_the_first_worker_of_a_host_is_held_and_several_faults_come_in_order(
 
 @pytest.mark.jobs
 def test_a_link_cut_twice_is_mended_once(tmp_path: Path) -> None:
-    cluster = Paper(regular(1))
+    cluster = Paper(make_regular(1))
     found = unleash(cluster, "[cut(host=0, seconds=0.1), cut(host=0, seconds=2)]", tmp_path)
     with found, job(tmp_path, {"steps": 1}):
         wait_for(lambda: len(found.events) == 4)
@@ -246,7 +250,7 @@ def test_a_link_cut_twice_is_mended_once(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_a_crashed_host_is_not_mended_by_a_cut_that_is_over(tmp_path: Path) -> None:
-    cluster = Paper(regular(1))
+    cluster = Paper(make_regular(1))
     found = unleash(cluster, "[cut(host=0, seconds=1), crash(host=0)]", tmp_path)
     with found, job(tmp_path, {"steps": 1}):
         wait_for(lambda: len(found.events) == 3)
@@ -274,8 +278,8 @@ def test_slow_is_a_factor_of_the_described_quota(tmp_path: Path) -> None:
 def test_without_a_quota_it_is_a_factor_of_the_threads(
     tmp_path: Path, threads: int, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "cores", lambda: 4)
-    cluster = Paper(regular(1, 2))
+    monkeypatch.setattr(machine, "count_cores", lambda: 4)
+    cluster = Paper(make_regular(1, 2))
     found = unleash(cluster, "slow(host=0, factor=0.5, step=0)", tmp_path)
     with found, job(tmp_path, *[{"steps": 1, "threads": threads}] * 2):
         wait_for(lambda: len(found.events) == 1)
@@ -284,12 +288,14 @@ def test_without_a_quota_it_is_a_factor_of_the_threads(
 
 def test_where_there_are_no_quotas_slow_is_refused_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="no quota here"):
-        unleash(Paper(regular(1), refuse="quota"), "slow(host=0, factor=0.5, step=0)", tmp_path)
+        unleash(
+            Paper(make_regular(1), refuse="quota"), "slow(host=0, factor=0.5, step=0)", tmp_path
+        )
 
 
 @pytest.mark.jobs
 def test_join_waits_for_the_first_worker_of_all(tmp_path: Path) -> None:
-    cluster = Paper(regular(2))
+    cluster = Paper(make_regular(2))
     found = unleash(cluster, "join(host=0, step=3)", tmp_path)
     with found, job(tmp_path, {"steps": 6}) as (worker,):
         assert worker.end() == (0, [0, 1, 2, 3, 4, 5])
@@ -299,7 +305,7 @@ def test_join_waits_for_the_first_worker_of_all(tmp_path: Path) -> None:
 
 @pytest.mark.jobs
 def test_a_host_that_has_crashed_may_come_back(tmp_path: Path) -> None:
-    cluster = Paper(regular(2))
+    cluster = Paper(make_regular(2))
     found = unleash(cluster, "[join(host=0, step=3), crash(host=0, step=1)]", tmp_path)
     with found, job(tmp_path, {"steps": 2}) as (victim,):  # rank 0 is there: host 0 isn't late
         assert victim.end() == (0, [0, 1])
@@ -314,7 +320,7 @@ def test_a_host_that_has_crashed_may_come_back(tmp_path: Path) -> None:
 def test_what_never_came_due_is_said_and_noted(tmp_path: Path) -> None:
     said: list[str] = []
     found = unleash(
-        Paper(regular(1)), "[kill(rank=0, step=500), crash(host=0, step=20)]", tmp_path, said
+        Paper(make_regular(1)), "[kill(rank=0, step=500), crash(host=0, step=20)]", tmp_path, said
     )
     with found, job(tmp_path, {"steps": 20}) as (worker,):
         assert worker.end()[0] == 0
@@ -328,7 +334,7 @@ def test_what_never_came_due_is_said_and_noted(tmp_path: Path) -> None:
 
 def test_a_script_without_steps_is_told_so(tmp_path: Path) -> None:
     said: list[str] = []
-    with unleash(Paper(regular(1)), "crash(host=0)", tmp_path, said):
+    with unleash(Paper(make_regular(1)), "crash(host=0)", tmp_path, said):
         pass
     assert said == [
         (
@@ -341,7 +347,7 @@ def test_a_script_without_steps_is_told_so(tmp_path: Path) -> None:
 @pytest.mark.jobs
 def test_a_fault_that_fails_is_raised_when_the_run_is_over(tmp_path: Path) -> None:
     found = unleash(
-        Paper(regular(1), refuse="crash"),
+        Paper(make_regular(1), refuse="crash"),
         "[crash(host=0), link(host=0, bandwidth='1mbit', step=1)]",
         tmp_path,
     )
@@ -361,7 +367,7 @@ def test_a_fault_that_fails_is_raised_when_the_run_is_over(tmp_path: Path) -> No
 def test_workers_are_let_go_when_the_injector_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster = Paper(regular(1))
+    cluster = Paper(make_regular(1))
     monkeypatch.setattr(cluster, "crash", lambda host: 1 / 0)
     found = unleash(cluster, "crash(host=0, step=1)", tmp_path)
     with job(tmp_path, {"steps": 3}) as (worker,), pytest.raises(ZeroDivisionError), found:
@@ -369,16 +375,19 @@ def test_workers_are_let_go_when_the_injector_dies(
 
 
 def test_times_count_from_the_beginning_of_the_run(tmp_path: Path) -> None:
-    found, page = unleash(Paper(regular(1)), "crash(host=0, step=1)", tmp_path), own(tmp_path)
+    found, page = unleash(Paper(make_regular(1)), "crash(host=0, step=1)", tmp_path), own(tmp_path)
     with found:
-        page.joined(time.time() - 1000)
-        page.reach(1)
+        page.write_begin(time.time() - 1000)
+        page.reach_step(1)
     assert 1000 <= found.events[0]["time"] < 1100
 
 
 def test_no_worker_is_held_where_nothing_is_to_happen(tmp_path: Path) -> None:
-    unleash(Paper(regular(3)), "[crash(host=1, step=4), kill(rank=1, step=2)]", tmp_path)
-    holds = [Page(progress.path(tmp_path, rank))._cells[progress._HOLD] - 1 for rank in range(3)]
+    unleash(Paper(make_regular(3)), "[crash(host=1, step=4), kill(rank=1, step=2)]", tmp_path)
+    holds = [
+        ProgressPage(progress.page_path(tmp_path, rank))._cells[progress._HOLD] - 1
+        for rank in range(3)
+    ]
     assert holds == [-1, 2, -1]
 
 
@@ -391,7 +400,8 @@ def test_the_first_worker_of_a_host_depends_on_placement(
     )
     unleash(cluster, "crash(host=1, step=7)", tmp_path)
     assert [
-        Page(progress.path(tmp_path, number))._cells[progress._HOLD] - 1 for number in range(6)
+        ProgressPage(progress.page_path(tmp_path, number))._cells[progress._HOLD] - 1
+        for number in range(6)
     ].index(7) == rank
 
 
@@ -403,7 +413,7 @@ def test_events_go_into_the_summary_by_time(tmp_path: Path) -> None:
         {"time": 1.0, "event": "fault", "what": "kill(rank=0, step=1)"},
         {"time": 3.0, "event": "fault over", "what": "x"},
     ]
-    assert record(tmp_path, faults) == tmp_path / "summary.json"
+    assert record_events(tmp_path, faults) == tmp_path / "summary.json"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["steps"] == 20 and [event["time"] for event in summary["events"]] == [
         1.0,
@@ -415,7 +425,7 @@ def test_events_go_into_the_summary_by_time(tmp_path: Path) -> None:
 
 def test_without_a_summary_events_stand_beside(tmp_path: Path) -> None:
     faults = [{"time": 1.0, "event": "fault", "what": "kill(rank=0, step=1)"}]
-    assert record(tmp_path, faults) == tmp_path / "events.json"
+    assert record_events(tmp_path, faults) == tmp_path / "events.json"
     assert json.loads((tmp_path / "events.json").read_text()) == faults
 
 
@@ -423,7 +433,7 @@ def test_without_a_summary_events_stand_beside(tmp_path: Path) -> None:
 def test_it_looks_often_enough_and_not_too_often(tmp_path: Path) -> None:
     """A worker with a fault before each of 50 steps: held some milliseconds at each."""
     faults = ", ".join(f"link(host=0, bandwidth='1mbit', step={step})" for step in range(50))
-    found = unleash(Paper(regular(1)), f"[{faults}]", tmp_path)
+    found = unleash(Paper(make_regular(1)), f"[{faults}]", tmp_path)
     before = threading.active_count()
     with found, job(tmp_path, {"steps": 50}) as (worker,):
         assert worker.end() == (0, list(range(50)))

@@ -7,17 +7,17 @@ import pytest
 from paceline.errors import ResourceError
 from paceline.lab import kernel, links
 from paceline.lab.description import Description, Host
-from paceline.lab.spaces import Space
+from paceline.lab.spaces import NamespaceSet
 
 
 def test_everything_is_tried(able):
-    found = {ability.name: ability for ability in kernel.abilities()}
+    found = {ability.name: ability for ability in kernel.try_abilities()}
     assert [name for name, ability in found.items() if ability.needed] == [
         "namespaces",
         "veth, bridge",
         "tbf",
     ]
-    assert kernel.missing() == "" and not any(
+    assert kernel.find_missing() == "" and not any(
         ability.reason for ability in found.values() if ability.needed
     )
 
@@ -26,10 +26,10 @@ def test_what_is_missing_has_its_reason(monkeypatch):
     def refuse(*kinds: object) -> None:
         raise ResourceError("the kernel says no")
 
-    monkeypatch.setattr(Space, "make", refuse)
-    found = {ability.name: ability.reason for ability in kernel.abilities()}
+    monkeypatch.setattr(NamespaceSet, "make_namespaces", refuse)
+    found = {ability.name: ability.reason for ability in kernel.try_abilities()}
     assert found["namespaces"] == found["tbf"] == "the kernel says no"
-    assert kernel.missing() == (
+    assert kernel.find_missing() == (
         "namespaces: the kernel says no; veth, bridge: the kernel says no; tbf: the kernel says no"
     )
     with pytest.raises(
@@ -40,20 +40,20 @@ def test_what_is_missing_has_its_reason(monkeypatch):
 
 @pytest.mark.parametrize("has", [True, False])
 def test_delay(able, monkeypatch, has):
-    def queue(space: Space, interface: str, kind: str, **options: int) -> None:
+    def queue(space: NamespaceSet, interface: str, kind: str, **options: int) -> None:
         if not has:
             raise ResourceError("no")
 
-    monkeypatch.setattr(links, "queue", queue)
+    monkeypatch.setattr(links, "set_queue", queue)
     hosts = (Host("a", delay=0.01),)
     if has:
-        assert kernel.ready_for(Description("d", hosts)) == []
+        assert kernel.check_abilities(Description("d", hosts)) == []
         return
     with pytest.raises(
         ResourceError, match="d has links with delay, and this kernel has no netem: load the module"
     ):
-        kernel.ready_for(Description("d", hosts))
-    assert kernel.ready_for(Description("d", hosts, needs_delay=False)) == [
+        kernel.check_abilities(Description("d", hosts))
+    assert kernel.check_abilities(Description("d", hosts, needs_delay=False)) == [
         "this kernel has no netem: the links of d have no delay here"
     ]
-    assert kernel.ready_for(Description("d", (Host("a"),))) == []
+    assert kernel.check_abilities(Description("d", (Host("a"),))) == []

@@ -10,7 +10,7 @@ from pyroute2 import IPRoute
 from paceline.errors import ResourceError
 from paceline.lab import links
 from paceline.lab.description import Description, Host, Rack
-from paceline.lab.spaces import Space
+from paceline.lab.spaces import NamespaceSet
 from tests.harness.labs import measure
 
 SLOW = pytest.mark.slow
@@ -28,8 +28,8 @@ def limit_by_hand(cluster, rate):
     """Limit the links of two hosts by buckets of a millisecond, in tc's own numbers."""
     for seat in cluster.hosts:
         cluster.limit(seat.number, None, None)
-        for space, interface in ((seat.space, links.INTERFACE), (cluster._hub, seat.port)):
-            links.queue(
+        for space, interface in ((seat.space, links.INTERFACE), (cluster._switch_space, seat.port)):
+            links.set_queue(
                 space,
                 interface,
                 "tbf",
@@ -61,7 +61,7 @@ def check_filled(cluster, other, way, rate, least):
 
 
 def test_addresses_are_private_and_different():
-    addresses = [links.address(number) for number in range(600)]
+    addresses = [links.host_address(number) for number in range(600)]
     assert (
         len(set(addresses)) == 600
         and addresses[0] == "10.77.0.1"
@@ -72,9 +72,17 @@ def test_addresses_are_private_and_different():
 
 
 def test_a_bucket_holds_a_millisecond_and_some_packets():
-    assert links.shape(10**9) == {"rate": 125_000_000, "burst": 125_000, "limit": 6_375_000}
-    assert links.shape(10**6) == {"rate": 125_000, "burst": 16_384, "limit": 262_144 + 16_384}
-    assert links.shape(34 * 10**9)["limit"] < 2**32
+    assert links.compute_bucket(10**9) == {
+        "rate": 125_000_000,
+        "burst": 125_000,
+        "limit": 6_375_000,
+    }
+    assert links.compute_bucket(10**6) == {
+        "rate": 125_000,
+        "burst": 16_384,
+        "limit": 262_144 + 16_384,
+    }
+    assert links.compute_bucket(34 * 10**9)["limit"] < 2**32
 
 
 # Beside four busy processes a link of 10 Gbit/s carries from a quarter to a half. It carries an
@@ -139,19 +147,22 @@ def test_a_limit_is_set_in_both_directions_until_it_is_taken_away(pair, rate):
     without a limit, too.
     """
     cluster = pair(bandwidth=rate)
-    wanted = links.shape(rate)
-    ends = [(cluster.hosts[0].space, links.INTERFACE), (cluster._hub, cluster.hosts[0].port)]
+    wanted = links.compute_bucket(rate)
+    ends = [
+        (cluster.hosts[0].space, links.INTERFACE),
+        (cluster._switch_space, cluster.hosts[0].port),
+    ]
     assert [buckets(*end) for end in ends] == [[(rate // 8, wanted["limit"])]] * 2
     cluster.limit(0, None, None)
     assert [buckets(*end) for end in ends] == [[], []]
 
 
 def test_what_the_kernel_refuses_is_named(able):
-    space = Space.make(["net"])
+    space = NamespaceSet.make_namespaces(["net"])
     try:
         with pytest.raises(
             ResourceError, match="the kernel refused the queueing discipline nonesuch"
         ):
-            links.queue(space, "lo", "nonesuch")
+            links.set_queue(space, "lo", "nonesuch")
     finally:
         space.close()

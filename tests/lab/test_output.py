@@ -14,11 +14,11 @@ def feed(*parts: tuple[int, int, bytes], placed: dict[int, int] | None = None) -
         for descriptor in (1, 2)
     }
     for host, descriptor, data in parts:
-        sources[host, descriptor].take(data)
+        sources[host, descriptor].take_bytes(data)
     for source in sources.values():
-        source.flush()
-    desk.conclude()
-    return desk.text
+        source.flush_line()
+    desk.show_last_words()
+    return desk.all_text
 
 
 def test_lines_have_host_and_rank():

@@ -12,7 +12,7 @@ import pytest
 from paceline.bench import probe
 from paceline.cluster import topology_file
 from paceline.lab.hosts import Cluster
-from paceline.unequal.probe.oddities import oddities
+from paceline.unequal.probe.oddities import find_oddities
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +35,8 @@ def test_two_hosts_are_measured_in_both_directions(
             deadline=120,
         )
         assert outcome.code == 0, outcome.output
-        topology = topology_file.read(out)
-        up, down = topology.link(0, 1), topology.link(1, 0)
+        topology = topology_file.read_topology(out)
+        up, down = topology.find_link(0, 1), topology.find_link(1, 0)
         assert up is not None and down is not None
         rates = 8 * up.bytes_per_second, 8 * down.bytes_per_second
         if as_limited := 0.25 * 20e6 < rates[0] < 1.05 * 20e6 < rates[1] < 1.05 * 80e6:
@@ -48,8 +48,8 @@ def test_two_hosts_are_measured_in_both_directions(
     assert [each.name for each in topology.hosts[0].interfaces] == ["eth0"] and topology.hosts[
         0
     ].interfaces[0].network == "10.77.0.0/16"
-    assert len(topology.speeds()) == 2 and any(
-        "are one machine" in line for line in oddities(topology)
+    assert len(topology.relative_speeds()) == 2 and any(
+        "are one machine" in line for line in find_oddities(topology)
     ) == (
         # there are no quotas
         topology.hosts[0].machine_cores

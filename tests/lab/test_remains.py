@@ -27,9 +27,9 @@ STUBBORN = (
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where records are, in this test."""
-    monkeypatch.setattr(remains, "records", lambda: tmp_path / "records")
+    monkeypatch.setattr(remains, "records_folder", lambda: tmp_path / "records")
     # those of labs with records elsewhere
-    monkeypatch.setattr(cgroups, "orphans", lambda bases: [])
+    monkeypatch.setattr(cgroups, "list_orphans", lambda bases: [])
     return tmp_path / "records"
 
 
@@ -49,50 +49,50 @@ def record(**changes: Any) -> dict[str, Any]:
         "identity": FEED,
         "name": "x",
         "process": os.getpid(),
-        "began": remains.began(os.getpid()),
+        "began": remains.start_ticks(os.getpid()),
     }
     return {**own, "keeper": 0, "folder": "/nonexistent/folder", "hosts": [], **changes}
 
 
 def test_records_come_and_go(place):
-    assert remains.read_all() == []
-    remains.write(record())
-    remains.write(record(identity="beef"))
-    assert [found["identity"] for found in remains.read_all()] == ["beef", FEED] and all(
-        map(remains.alive, remains.read_all())
+    assert remains.read_records() == []
+    remains.write_record(record())
+    remains.write_record(record(identity="beef"))
+    assert [found["identity"] for found in remains.read_records()] == ["beef", FEED] and all(
+        map(remains.is_alive, remains.read_records())
     )
-    remains.forget(FEED)
-    remains.forget(FEED)
+    remains.forget_record(FEED)
+    remains.forget_record(FEED)
     assert place.exists()
-    remains.forget("beef")
+    remains.forget_record("beef")
     assert not place.exists()
 
 
 @pytest.mark.jobs
 def test_a_number_that_is_used_again_is_another_process(stubborn):
-    assert remains.alive(record(process=stubborn.pid, began=remains.began(stubborn.pid)))
-    assert not remains.alive(record(process=stubborn.pid, began="1"))
+    assert remains.is_alive(record(process=stubborn.pid, began=remains.start_ticks(stubborn.pid)))
+    assert not remains.is_alive(record(process=stubborn.pid, began="1"))
     stubborn.kill()
-    wait_for(lambda: remains.began(stubborn.pid) == "")  # a zombie is dead
-    assert not remains.alive(record(process=stubborn.pid, began=""))
+    wait_for(lambda: remains.start_ticks(stubborn.pid) == "")  # a zombie is dead
+    assert not remains.is_alive(record(process=stubborn.pid, began=""))
 
 
 def test_records_of_others_are_not_believed(place):
     place.mkdir(mode=0o755)
-    for act in (remains.read_all, lambda: remains.write(record())):
+    for act in (remains.read_records, lambda: remains.write_record(record())):
         with pytest.raises(PermissionError, match="it isn't a folder of this user with mode 0700"):
             act()
     with pytest.raises(
         ResourceError, match="has the records of labs, and it isn't a folder of this user"
     ):
-        cleaning.clean()
+        cleaning.remove_leftovers()
 
 
 def test_halves_are_dropped(place):
     place.mkdir(mode=0o700)
     (place / f"{FEED}.999999999").write_text("{")
     (place / f"beef.{os.getpid()}").write_text("{")
-    remains.drop_halves()
+    remains.drop_partial_records()
     assert [path.name for path in place.iterdir()] == [f"beef.{os.getpid()}"]
 
 
@@ -100,12 +100,12 @@ def test_halves_are_dropped(place):
 def test_sweeping_ends_what_has_the_mark(place, stubborn, tmp_path):
     (tmp_path / "files").mkdir()
     dead = record(process=stubborn.pid, began="1", folder=str(tmp_path / "files"))
-    remains.write(dead)
-    assert remains.sweep(dead, trusted=False) == []
+    remains.write_record(dead)
+    assert remains.sweep_lab(dead, trusted=False) == []
     assert (
         stubborn.wait(PATIENCE) == -9
         and not (tmp_path / "files").exists()
-        and remains.read_all() == []
+        and remains.read_records() == []
     )
 
 
@@ -113,9 +113,11 @@ def test_sweeping_ends_what_has_the_mark(place, stubborn, tmp_path):
 def test_networks_of_an_old_record_are_another_labs(place, stubborn):
     network = os.readlink(f"/proc/{stubborn.pid}/ns/net")
     host = {"name": "a", "network": network, "cgroups": []}
-    assert stubborn.pid in remains.inside([network])
+    assert stubborn.pid in remains.processes_inside([network])
     assert (
-        remains.sweep(record(identity="none", process=0, began="1", hosts=[host]), trusted=False)
+        remains.sweep_lab(
+            record(identity="none", process=0, began="1", hosts=[host]), trusted=False
+        )
         == []
     )
     assert stubborn.poll() is None
@@ -123,7 +125,7 @@ def test_networks_of_an_old_record_are_another_labs(place, stubborn):
 
 @pytest.mark.jobs
 def test_the_keeper_does_nothing_for_a_lab_that_is_done(place, stubborn):
-    path = remains.write(record(process=os.getpid()))
+    path = remains.write_record(record(process=os.getpid()))
     done = subprocess.run(
         [sys.executable, "-I", "-S", remains.__file__, str(path)],
         input=b"done",
@@ -141,7 +143,7 @@ def test_the_keeper_does_nothing_for_a_lab_that_is_done(place, stubborn):
 def test_the_keeper_sees_a_death_behind_an_open_pipe(stubborn, tmp_path):
     path = tmp_path / f"{FEED}.json"
     sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    path.write_text(json.dumps(record(process=sleeper.pid, began=remains.began(sleeper.pid))))
+    path.write_text(json.dumps(record(process=sleeper.pid, began=remains.start_ticks(sleeper.pid))))
     keeper = subprocess.Popen(
         [sys.executable, "-I", "-S", remains.__file__, str(path)], stdin=subprocess.PIPE
     )

@@ -209,7 +209,7 @@ class TestCommand:
         before = traces()
         job = sleeps(started)
         record = next(
-            record for record in remains.read_all() if record["process"] == job.process.pid
+            record for record in remains.read_records() if record["process"] == job.process.pid
         )
         os.kill(record["keeper"], signal.SIGKILL)
         job.process.kill()
@@ -335,7 +335,7 @@ class TestRun:
     @pytest.mark.slow
     def test_cores_are_dealt_once(self, build, tmp_path, monkeypatch):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr("paceline.cluster.machine.cores", lambda: 8)
+        monkeypatch.setattr("paceline.cluster.machine.count_cores", lambda: 8)
         outcome = build(hosts=2, workers=2).run(
             self.write(tmp_path, "print(os.environ['OMP_NUM_THREADS'])")
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.bench import scaling
 from paceline.bench.scaling import ScalingRequest
-from paceline.lab.description import regular
+from paceline.lab.description import make_regular
 from tests.harness.jobs import PRELUDE
 
 SCRIPT = """
@@ -27,16 +27,18 @@ def test_hosts_are_as_many_as_workers_need(clean: None, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PRELUDE + SCRIPT)
     shown, noted = list[str](), list[str]()
     asked = ScalingRequest(
-        str(tmp_path / "train.py"), (), (1, 2), cluster=regular(2), folder=tmp_path / "kept"
+        str(tmp_path / "train.py"), (), (1, 2), cluster=make_regular(2), folder=tmp_path / "kept"
     )
-    assert scaling.measure(asked, shown.append, noted.append) == 0, noted
+    assert scaling.measure_scaling(asked, shown.append, noted.append) == 0, noted
     assert len(shown) == 1 and "Strong scaling" in shown[0] and shown[0].count("Only 8 steps") == 1
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == [
         "1-strong-1",
         "2-strong-1",
     ]
-    broken = ScalingRequest(str(tmp_path / "train.py"), ("--broken",), (1, 2), cluster=regular(2))
-    assert scaling.measure(broken, shown.append, noted.append) == 1 and len(shown) == 1
+    broken = ScalingRequest(
+        str(tmp_path / "train.py"), ("--broken",), (1, 2), cluster=make_regular(2)
+    )
+    assert scaling.measure_scaling(broken, shown.append, noted.append) == 1 and len(shown) == 1
     assert (
         "RuntimeError: it broke here" in "\n".join(noted) and noted[-1] == "not measured: 2 workers"
     )

@@ -9,19 +9,19 @@ import pytest
 
 from paceline.errors import ResourceError
 from paceline.lab import spaces
-from paceline.lab.spaces import Space
+from paceline.lab.spaces import NamespaceSet
 
 
 def test_what_is_done_inside_is_done_there_only(able):
     here = os.readlink("/proc/self/ns/net")
-    space = Space.make(["net"])
+    space = NamespaceSet.make_namespaces(["net"])
     try:
         assert space.network != here
-        assert space.inside(lambda: os.readlink("/proc/thread-self/ns/net")) == space.network
-        assert [name for _, name in space.inside(socket.if_nameindex)] == ["lo"]
+        assert space.call_inside(lambda: os.readlink("/proc/thread-self/ns/net")) == space.network
+        assert [name for _, name in space.call_inside(socket.if_nameindex)] == ["lo"]
         assert os.readlink("/proc/thread-self/ns/net") == here
         with pytest.raises(ZeroDivisionError):
-            space.inside(lambda: 1 // 0)
+            space.call_inside(lambda: 1 // 0)
     finally:
         for _ in range(2):
             space.close()
@@ -35,7 +35,7 @@ def test_nothing_is_held_when_preparing_fails(able):
         raise OSError("no")
 
     with pytest.raises(OSError, match="no"):
-        Space.make(["net", "uts"], fail)
+        NamespaceSet.make_namespaces(["net", "uts"], fail)
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
@@ -43,4 +43,4 @@ def test_what_the_kernel_refuses_is_named():
     with pytest.raises(
         ResourceError, match=r"the kernel refused setns \(.*\): run `paceline lab check`"
     ):
-        spaces._call("setns", os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)
+        spaces._call_libc("setns", os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 0)

@@ -14,7 +14,7 @@ import pytest
 
 from paceline.lab.description import Description, Host, Rack, ready
 from paceline.lab.hosts import Cluster
-from paceline.lab.terminal import describe
+from paceline.lab.terminal import describe_cluster
 from tests.harness.labs import left, traces
 
 LAB = [sys.executable, "-m", "paceline", "lab"]
@@ -269,14 +269,15 @@ class TestWithoutRoot:
 
 def test_a_cluster_in_a_line() -> None:
     assert (
-        describe(ready("racks"))
+        describe_cluster(ready("racks"))
         == "lab racks: 4 hosts in 2 racks, 4 workers dealt in blocks, links of 1gbit"
     )
     assert (
-        describe(ready("unequal"))
+        describe_cluster(ready("unequal"))
         == "lab unequal: 3 hosts, 3 workers dealt in blocks, unequal links"
     )
     plain = Description("x", (Host("a", 2),), (Rack("r", ("a",)),), "round-robin")
     assert (
-        describe(plain) == "lab x: 1 hosts in 1 racks, 2 workers dealt round-robin, unlimited links"
+        describe_cluster(plain)
+        == "lab x: 1 hosts in 1 racks, 2 workers dealt round-robin, unlimited links"
     )

@@ -35,7 +35,7 @@ def test_a_slow_link_is_said_and_spared(tmp_path: Path) -> None:
     description = tmp_path / "slow.toml"
     hosts = "[[host]]\n" * 3 + 'bandwidth = "20mbit"\n'
     description.write_text(f'name = "slow"\n[all]\nworkers = 1\nbandwidth = "400mbit"\n{hosts}')
-    topology_file.write(
+    topology_file.write_topology(
         tmp_path / "cluster.json", measured({"host0": 5e7, "host1": 5e7, "host2": 2.5e6})
     )
     environ = {"OMP_NUM_THREADS": "1", "PACELINE_CLUSTER": str(tmp_path / "cluster.json")}

@@ -47,7 +47,7 @@ class Calls:
             if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
                 place = Path(frame.f_code.co_filename).relative_to(PACKAGE)
                 if (
-                    frame.f_code is OptimizerWatch.see.__code__
+                    frame.f_code is OptimizerWatch.check_step.__code__
                     and frame.f_locals["self"] is not run._watch
                 ):
                     # runs on threads are all told of each step, where processes have one run each
@@ -80,7 +80,7 @@ def steps(layers: int) -> Callable[[Run], Calls]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         model, optimizer, loader = run.prepare(model, optimizer, batches(48, 8))
         # or workers would meet in a step that happens to come a second later
-        run._collector._meetings.next_step = 100
+        run._collector._meetings.next_server = 100
         turns = iter(loader)
         for _ in range(WARM):
             x, _ = next(turns)

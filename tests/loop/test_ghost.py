@@ -16,7 +16,7 @@ from torch.nn.utils import spectral_norm as hooked
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.loop.ghost import buffers, level
+from paceline.loop.ghost import copy_buffers, share_buffers
 from paceline.session.run import Run
 from tests.harness.runs import Numbered, parameters, workers
 
@@ -105,14 +105,14 @@ def told(model: nn.Module, kept: Any) -> bytes:
     """What a worker with samples tells of its buffers after a turn."""
     bodies: list[bytes] = []
     agreement: Any = SimpleNamespace(meet=lambda what, body: bodies.append(body) or bodies)
-    level(kept, agreement, ghost=False)
+    share_buffers(kept, agreement, ghost=False)
     return bodies[0]
 
 
 def hear(kept: Any, bodies: list[bytes]) -> None:
     """A ghost hears what those with samples tell who are left."""
     agreement: Any = SimpleNamespace(meet=lambda what, body: [body, *bodies])
-    level(kept, agreement, ghost=True)
+    share_buffers(kept, agreement, ghost=True)
 
 
 def test_a_ghost_takes_what_all_with_samples_have_alike() -> None:
@@ -120,7 +120,7 @@ def test_a_ghost_takes_what_all_with_samples_have_alike() -> None:
     them.
     """
     models = [Counting(), Counting(), Counting()]
-    kept = [buffers([model]) for model in models]
+    kept = [copy_buffers([model]) for model in models]
     for model in models[1:]:
         model(torch.ones(1))
     models[2].anew += 1.0
@@ -130,7 +130,7 @@ def test_a_ghost_takes_what_all_with_samples_have_alike() -> None:
 
 def test_one_worker_with_samples_is_enough_and_none_changes_nothing() -> None:
     models = [Counting(), Counting()]
-    kept = [buffers([model]) for model in models]
+    kept = [copy_buffers([model]) for model in models]
     models[1](torch.ones(1))
     hear(kept[0], [])  # they were lost in the call in which they would have told
     assert models[0].inplace == 0 and models[0].latest is None

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.loop.halving import FIRST, give
+from paceline.loop.halving import FIRST_STEPS, inject_gradients
 from tests.harness.models import net, sgd
 from tests.harness.runs import alone, batches, distance, parameters, workers
 
@@ -160,7 +160,7 @@ def test_memory_that_runs_out_when_gradients_are_on_their_way_ends_the_run_with_
 
 def test_memory_that_runs_out_later_ends_the_run():
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        alone(train(lambda rank: Small(4, since=FIRST), epochs=FIRST))
+        alone(train(lambda rank: Small(4, since=FIRST_STEPS), epochs=FIRST_STEPS))
 
 
 def test_one_sample_that_does_not_fit_ends_the_run():
@@ -183,9 +183,9 @@ def test_a_plain_loop_is_told_what_would_help():
 
 def test_gradients_that_are_given_reach_parameters_as_they_are():
     p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2))
-    give([p, q], [torch.tensor([1.0, float("inf"), 3.0]), None])
+    inject_gradients([p, q], [torch.tensor([1.0, float("inf"), 3.0]), None])
     assert p.grad.tolist() == [1.0, float("inf"), 3.0] and q.grad is None
-    give([q], [None])
+    inject_gradients([q], [None])
 
 
 class Norm(Small):
@@ -332,7 +332,7 @@ def test_a_resumed_run_finds_out_again(tmp_path, capfd):
             optimizer.zero_grad()
             run.step(model, x, y, loss=F.mse_loss)
             optimizer.step()
-            if not resumed and steps == FIRST:
+            if not resumed and steps == FIRST_STEPS:
                 run.save()
                 return resumed, run.steps
         return resumed, run.steps

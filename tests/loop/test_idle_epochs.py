@@ -237,7 +237,7 @@ def test_an_epoch_that_is_resumed_at_its_end_is_no_evaluation(tmp_path: Path) ->
                 if save and number == 3:
                     run.save()
                     return run.steps
-            assert not loader.terms.idled
+            assert not loader.terms.last_epoch_idle
         return run.steps
 
     workers(2, lambda run: body(run, save=True), folder=tmp_path)

@@ -27,7 +27,7 @@ SCHEDSTAT = Path("/proc/self/schedstat").exists()
 def meter(trace: Trace | None = None, proc: Path = Path("/proc")) -> InterruptionMeter:
     """One that has begun."""
     found = InterruptionMeter(trace or Trace(), proc)
-    assert found.take(1.0) == Interruptions()  # nothing is known of what was before
+    assert found.take_interruptions(1.0) == Interruptions()  # nothing is known of what was before
     return found
 
 
@@ -38,10 +38,10 @@ def test_garbage_collection_is_measured_and_drawn() -> None:
     began = time.thread_time()
     gc.collect()
     ran = time.thread_time() - began
-    taken = found.take(100.0)
+    taken = found.take_interruptions(100.0)
     assert taken.collection >= 0.5 * ran > 0
-    assert found.take(100.0).collection < taken.collection  # it is counted once
-    assert "generation 2" in {span.name for span in trace.spans() if span.kind == "collection"}
+    assert found.take_interruptions(100.0).collection < taken.collection  # it is counted once
+    assert "generation 2" in {span.name for span in trace.list_spans() if span.kind == "collection"}
     found.close()
 
 
@@ -52,7 +52,7 @@ def test_the_collections_of_another_thread_are_not_mine() -> None:
         other = threading.Thread(target=gc.collect)
         other.start()
         other.join()
-        assert found.take(1.0).collection == 0.0
+        assert found.take_interruptions(1.0).collection == 0.0
     finally:
         gc.enable()
         found.close()
@@ -62,7 +62,7 @@ def test_nothing_is_more_than_the_time_that_there_was() -> None:
     found = meter()
     litter()
     gc.collect()
-    taken = found.take(1e-6)
+    taken = found.take_interruptions(1e-6)
     assert taken.collection == pytest.approx(1e-6) and sum(taken) == pytest.approx(1e-6)
     found.close()
 
@@ -71,7 +71,7 @@ def test_sleep_is_no_interruption() -> None:
     began = time.perf_counter()
     found = meter()
     time.sleep(0.2)
-    taken = found.take(100.0)
+    taken = found.take_interruptions(100.0)
     assert (
         taken.collection == taken.paging == 0.0
         and taken.stolen <= time.perf_counter() - began - 0.2
@@ -95,13 +95,15 @@ def test_a_delayed_thread_has_lost_its_processor(
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     write_proc(tmp_path, delayed=5_000_000_000, steal=0)
     found = meter(proc=tmp_path)
-    assert found.untold == ()
+    assert found.unmeasured == ()
     write_proc(tmp_path, delayed=5_300_000_000, steal=0)
-    assert found.take(1.0).stolen == 0.0  # a thread that has run all the time isn't looked at
+    assert (
+        found.take_interruptions(1.0).stolen == 0.0
+    )  # a thread that has run all the time isn't looked at
     now[0] += 1.0
-    assert found.take(1.0).stolen == pytest.approx(0.3)
+    assert found.take_interruptions(1.0).stolen == pytest.approx(0.3)
     now[0] += 1.0
-    assert found.take(1.0).stolen == 0.0
+    assert found.take_interruptions(1.0).stolen == 0.0
     found.close()
 
 
@@ -117,7 +119,7 @@ def test_a_processor_that_a_program_has_is_lost() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         found = meter()
         hashlib.pbkdf2_hmac("sha256", b"all the same", b"work", 100_000)
-        taken.append(found.take(1000.0))
+        taken.append(found.take_interruptions(1000.0))
         found.close()
 
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as other:
@@ -141,15 +143,15 @@ def test_what_the_host_of_a_virtual_machine_takes_is_shared_by_its_processors(
     write_proc(tmp_path, delayed=0, steal=1000)
     found = meter(proc=tmp_path)
     write_proc(tmp_path, delayed=0, steal=1000 + 2 * tick)
-    assert found.take(5.0).stolen == 0.0  # looked at a moment ago
+    assert found.take_interruptions(5.0).stolen == 0.0  # looked at a moment ago
     now[0] += 1.1
-    assert found.take(5.0).stolen == pytest.approx(0.5)
+    assert found.take_interruptions(5.0).stolen == pytest.approx(0.5)
     found.close()
 
 
 def test_where_the_kernel_tells_nothing_that_is_known(tmp_path: Path) -> None:
     found = meter(proc=tmp_path)
-    assert found.untold == ("stolen",) and found.take(1.0).stolen == 0.0
+    assert found.unmeasured == ("stolen",) and found.take_interruptions(1.0).stolen == 0.0
     found.close()
 
 
@@ -166,12 +168,12 @@ def test_pages_that_are_waited_for(disk_path: Path) -> None:
         with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as pages:
             pages.madvise(mmap.MADV_RANDOM)
             before = resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
-            found.take(0.0)
+            found.take_interruptions(0.0)
             began = time.perf_counter()
             assert sum(pages[at] for at in range(0, 8 << 20, 1 << 16)) > 0
             seconds = time.perf_counter() - began
     taken, faults = (
-        found.take(seconds),
+        found.take_interruptions(seconds),
         resource.getrusage(resource.RUSAGE_THREAD).ru_majflt - before,
     )
     found.close()
@@ -186,17 +188,17 @@ def test_a_closed_meter_measures_nothing() -> None:
     assert len(gc.callbacks) == before + 1
     found.close()
     found.close()
-    assert len(gc.callbacks) == before and found.take(1.0) == Interruptions()
+    assert len(gc.callbacks) == before and found.take_interruptions(1.0) == Interruptions()
 
 
 def test_it_follows_the_thread_that_trains(tmp_path: Path) -> None:
     found, taken = meter(), []
 
     def train() -> None:
-        found.take(1.0)
+        found.take_interruptions(1.0)
         litter()
         gc.collect()
-        taken.append(found.take(100.0))
+        taken.append(found.take_interruptions(100.0))
 
     other = threading.Thread(target=train)
     other.start()

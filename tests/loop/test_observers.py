@@ -35,11 +35,11 @@ OBSERVING = PLAIN.replace("doubled:", "stepped: {}.stepped\ndoubled:")
 )
 def test_the_order_of_a_run(strategy: Strategy, expected: str) -> None:
     def order(run: Run) -> str:
-        return "\n".join(run._loop.observers.order())
+        return "\n".join(run._loop.observers.describe_order())
 
     assert workers(2, order, strategy=strategy) == [expected] * 2
 
 
 def test_nobody_is_told_of_anything_at_first() -> None:
-    assert list(LoopObservers().order()) == []
+    assert list(LoopObservers().describe_order()) == []
     assert all(getattr(LoopObservers(), moment.name) == () for moment in fields(LoopObservers))

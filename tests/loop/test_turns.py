@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from paceline.errors import Mismatch, PacelineError, UsageError
 from paceline.loop.observers import LoopObservers
 from paceline.session.run import Run
-from paceline.trace import MEASURED, PARTS, SENT
+from paceline.trace import DESTINATIONS, MEASURED_CAUSES, STEP_PARTS
 from tests.harness.runs import Numbered, alone, batches, cut, distance, parameters, workers
 
 
@@ -569,7 +569,8 @@ def test_seconds_of_a_step_add_up() -> None:
         for x, y in loader:
             advance(model, opt, x, y)
         assert len(seen) == 5 and all(
-            set(s) == {*PARTS, *MEASURED, *SENT} and min(s.values()) >= 0 for s in seen
+            set(s) == {*STEP_PARTS, *MEASURED_CAUSES, *DESTINATIONS} and min(s.values()) >= 0
+            for s in seen
         )
 
     workers(2, body)

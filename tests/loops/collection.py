@@ -177,7 +177,7 @@ class Plain:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.steps = 0
+        self.steps_made = 0
         self.logged: defaultdict[int, dict[str, list[float]]] = defaultdict(
             lambda: defaultdict(list)
         )
@@ -200,7 +200,7 @@ class Plain:
     def log(self, **values: Any) -> None:
         """Keep them."""
         for name, value in values.items():
-            self.logged[self.steps + (self.turning is not None)][name].append(
+            self.logged[self.steps_made + (self.turning is not None)][name].append(
                 float(value.detach() if isinstance(value, Tensor) else value)
             )
 
@@ -265,7 +265,7 @@ def turns(batches: Iterator[Any], run: Plain, training: bool) -> Iterator[Any]:
         finally:
             if run.turning is me:
                 run.turning = None
-                run.steps += 1
+                run.steps_made += 1
 
 
 # ---- what came out of it

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import paceline as pl
-from paceline.cluster.mesh import read
+from paceline.cluster.mesh import parse_mesh
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from tests.harness.causal_models import LAYERS, MODELS, OF_GPT2, build, next_tokens
@@ -80,7 +80,7 @@ def trained(
         return (
             losses,
             put_together(
-                model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained
+                model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained_tensor
             ),
             answers,
         )
@@ -95,7 +95,7 @@ def same(name: str, mesh: str, cut: Any, bound: float = 1e-6, **options: Any) ->
     """
     losses, values, answers = alone(trained(name, None, **options))
     for mine, parameters, said in workers(
-        math.prod(read(mesh).values()), trained(name, cut, **options), mesh=mesh, deadline=120
+        math.prod(parse_mesh(mesh).values()), trained(name, cut, **options), mesh=mesh, deadline=120
     ):  # type: ignore[type-var]
         assert mine == pytest.approx(losses, abs=bound)
         assert float((parameters - values).abs().max()) < bound
@@ -178,7 +178,7 @@ def test_an_encoder_and_a_decoder_share_words_on_all_stages() -> None:
             losses.append(float(run.step(model, x, y, decoder_input_ids=y, loss=next_tokens)))
             optimizer.step()
         return losses, put_together(
-            model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained
+            model, run.group, run._prepared.cuts.placements, run._prepared.cuts.trained_tensor
         )
 
     losses, values = alone(lambda run: body(run, None))

@@ -141,7 +141,7 @@ def check(
     if known.said and size > 1:
         assert any(known.said in line for line in said), said
     if known.counted and taken is everything:
-        assert runs[0].steps == one.steps
+        assert runs[0].steps == one.steps_made
         written, expected = by_step(logged(runs[0].folder.path)), by_step(one.means())
         assert differences(written, expected, max(known.near, 1e-8)) == []
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.cluster.discover import discover
+from paceline.cluster.discover import discover_place
 from tests.harness import calls, short_timings
 from tests.harness.jobs import Jobs, jobs, wait_for
 
@@ -79,7 +79,7 @@ class TestResults:
         }
         given |= {"straggler": "drop", "threads": 5}
         (one, threads), (other, _) = launch(
-            lambda: (discover(), os.environ["OMP_NUM_THREADS"]), **given
+            lambda: (discover_place(), os.environ["OMP_NUM_THREADS"]), **given
         )
         wanted = ("LocalSGD(4)", "data=2", "(shard(units='a'),)", "2,1", "circle", 3, "drop")
         assert (
@@ -95,14 +95,14 @@ class TestResults:
         assert one.worker is one.job_start is None
 
     def test_a_job_that_may_lose_workers(self, launch):
-        places = launch(discover, min_workers=1, patience=5.0)
+        places = launch(discover_place, min_workers=1, patience=5.0)
         assert [place.min_workers for place in places] == [1, 1] and all(
             place.worker is not None for place in places
         )
 
     def test_a_job_starts_again_and_gives_the_last_results(self, launch, capsys):
         def work() -> int:
-            start = discover().job_start
+            start = discover_place().job_start
             assert start is not None
             if not start.events and os.environ["RANK"] == "1":
                 raise ValueError("the first time")

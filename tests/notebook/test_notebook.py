@@ -16,7 +16,7 @@ import pytest
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from paceline.notebook.notebook import NotebookBar, drawn, in_kernel
+from paceline.notebook.notebook import NotebookBar, draw_html, is_notebook_kernel
 from paceline.record.status_line import FinishedStep
 from paceline.unequal.stragglers.lateness import RankLateness
 from tests.harness import short_timings
@@ -78,14 +78,14 @@ def test_the_bar() -> None:
 
 
 def test_a_bar_without_an_end_or_a_time() -> None:
-    text = drawn(FinishedStep(3, 1.0, 0, {}, dict.fromkeys(SECONDS, 0.0)), None, "step 3")
+    text = draw_html(FinishedStep(3, 1.0, 0, {}, dict.fromkeys(SECONDS, 0.0)), None, "step 3")
     assert "<progress  style" in text and "title" not in text and "step 3" in text
 
 
 def test_this_process_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not in_kernel()
+    assert not is_notebook_kernel()
     monkeypatch.setitem(sys.modules, "IPython", None)
-    assert not in_kernel()
+    assert not is_notebook_kernel()
 
 
 WAITING = """

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.control.calls import channel
-from paceline.cluster.discover import environment
+from paceline.cluster.control.calls import make_channel
+from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher import agent
 from paceline.cluster.launcher.request import LaunchRequest
 from paceline.notebook.process import LauncherProcess
@@ -36,18 +36,20 @@ def started(monkeypatch: pytest.MonkeyPatch, body: str, seconds: float = 10.0) -
     def command(job: LaunchRequest, parent: int) -> Sequence[str]:
         return [sys.executable, "-c", body]
 
-    monkeypatch.setattr(agent, "command", command)
-    mine, theirs = channel()
+    monkeypatch.setattr(agent, "make_command", command)
+    mine, theirs = make_channel()
     with theirs, open(Path("/dev/null")) as file:
         job = LaunchRequest("none", call=(file.fileno(), theirs.fileno()))
-        return LauncherProcess(job, environment(), mine, print, timings=CallTimings(end=seconds))
+        return LauncherProcess(
+            job, copy_environment(), mine, print, timings=CallTimings(end=seconds)
+        )
 
 
 def test_output_goes_where_it_goes_now(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = started(monkeypatch, BODY)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        assert launcher.run() == 7
+        assert launcher.wait_for_end() == 7
     assert out.getvalue() == "ä\ufffd\ufffd\ufffd" and err.getvalue() == "err\n"
     assert launcher.last_line == "err"
 
@@ -62,5 +64,5 @@ class Interrupted(io.StringIO):
 def test_a_launcher_that_doesn_t_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = started(monkeypatch, DEAF, seconds=0.3)
     with contextlib.redirect_stdout(Interrupted()), pytest.raises(KeyboardInterrupt):
-        launcher.run()
+        launcher.wait_for_end()
     assert launcher._process.returncode == -9

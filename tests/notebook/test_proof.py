@@ -6,18 +6,18 @@ import pytest
 
 from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import NotationError, UsageError
-from paceline.notebook.proof import prove
+from paceline.notebook.proof import check_job
 
 
 def test_what_makes_sense() -> None:
-    prove(LaunchRequest("train.py"))
-    prove(
+    check_job(LaunchRequest("train.py"))
+    check_job(
         LaunchRequest(
             "train.py", workers=2, sync="LocalSGD(4)", cut="shard('a')", shares="2,1", name="circle"
         )
     )
     # how many workers others have isn't known
-    prove(LaunchRequest("train.py", workers=2, hosts=2, join="here:1", shares="3,2,1,1"))
+    check_job(LaunchRequest("train.py", workers=2, hosts=2, join="here:1", shares="3,2,1,1"))
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_what_makes_sense() -> None:
 )
 def test_what_makes_none(field: str, value: str, kind: type[Exception], said: str) -> None:
     with pytest.raises(kind, match=said):
-        prove(LaunchRequest("train.py", workers=2, **{field: value}))  # type: ignore[arg-type]
+        check_job(LaunchRequest("train.py", workers=2, **{field: value}))  # type: ignore[arg-type]

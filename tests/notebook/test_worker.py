@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.control.calls import CallChannel, channel
+from paceline.cluster.control.calls import CallChannel, make_channel
 from paceline.cluster.discover import CallPlace, JobStart, Place
 from paceline.errors import UsageError
-from paceline.notebook.worker import report
+from paceline.notebook.worker import report_failure
 
 
 class Told:
     """A worker's place, with the ends of its channel and of its pipe to the launcher."""
 
     def __init__(self) -> None:
-        self._mine, theirs = channel()
+        self._mine, theirs = make_channel()
         self.channel = CallChannel(theirs)
         self._read, self._write = os.pipe()
         self.place = Place(
@@ -59,7 +59,7 @@ def test_the_caller_gets_the_traceback_and_the_launcher_a_record(
     told: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = raised(ValueError("so\nit is"))
-    report(told.place, told.channel, type(error), error, error.__traceback__)
+    report_failure(told.place, told.channel, type(error), error, error.__traceback__)
     fields, text, record = told.heard()
     assert fields == {"number": 1, "head": "ValueError: so\nit is"}
     assert (
@@ -78,7 +78,9 @@ def test_it_is_shown_where_others_go_on(
     told: Told, capsys: pytest.CaptureFixture[str], place: dict[str, Any]
 ) -> None:
     error = raised(UsageError("not so"))
-    report(replace(told.place, **place), told.channel, type(error), error, error.__traceback__)
+    report_failure(
+        replace(told.place, **place), told.channel, type(error), error, error.__traceback__
+    )
     assert capsys.readouterr().err == told.heard()[1]
 
 
@@ -86,5 +88,7 @@ def test_what_the_user_has_interrupted_is_shown_nowhere(
     told: Told, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = raised(KeyboardInterrupt())
-    report(replace(told.place, worker=3), told.channel, type(error), error, error.__traceback__)
+    report_failure(
+        replace(told.place, worker=3), told.channel, type(error), error, error.__traceback__
+    )
     assert capsys.readouterr().err == ""

@@ -37,7 +37,7 @@ class Noted:
         self.asked.append((len(parameters), max_norm, norm_type, *(["finite"] if finite else [])))
         return own()
 
-    def clip_by(self, name: str, own: Callable[[], Any]) -> Any:
+    def clip_each(self, name: str, own: Callable[[], Any]) -> Any:
         self.asked.append(name)
         return own()
 

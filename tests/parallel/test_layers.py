@@ -17,6 +17,6 @@ def test_layers_on_two_workers_end_where_one_process_does() -> None:
 
 def test_the_notation_gives_what_was_written() -> None:
     cut = layers(LAYERS, split=[3, 5])
-    assert notation.cuts(repr(cut)) == (layers(LAYERS, split=[3, 5]),)
+    assert notation.parse_cuts(repr(cut)) == (layers(LAYERS, split=[3, 5]),)
     with pytest.raises(NotationError):
-        notation.cuts("layers(nam='x')")
+        notation.parse_cuts("layers(nam='x')")

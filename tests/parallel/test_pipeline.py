@@ -73,7 +73,7 @@ def test_pieces_of_tied_weights_stay_equal_where_replicas_round_them(
     def ends(run: Run, model: nn.Module) -> list[float]:
         cuts = run._prepared.cuts
         pieces = [
-            cuts.trained(parameter)
+            cuts.trained_tensor(parameter)
             for name, parameter in model.named_parameters()
             if name == "tokens.weight"
         ]
@@ -222,7 +222,7 @@ def test_int8_between_replicas_keeps_tied_weights_tied() -> None:
         cuts = run._prepared.cuts
         run._stepped._cuts.pipelines[0][1].level_ties()
         return [
-            float(cuts.trained(parameter).detach().sum())
+            float(cuts.trained_tensor(parameter).detach().sum())
             for name, parameter in model.named_parameters()
             if name == "tokens.weight"
         ]

@@ -135,7 +135,9 @@ def last(folder: Path) -> Path:
 
 def saved(folder: Path) -> dict[str, Tensor]:
     """All tensors of the newest checkpoint of the newest run, put together."""
-    return checkpoint.load(last(folder) / "checkpoints", say=print, own=False).snapshot.tensors
+    return checkpoint.load_checkpoint(
+        last(folder) / "checkpoints", say=print, own=False
+    ).snapshot.tensors
 
 
 @pytest.mark.alike(2)
@@ -200,7 +202,7 @@ def test_a_plain_model_comes_out(tmp_path: Path) -> None:
         and int(found["norm.num_batches_tracked"]) == 8
     )
     out = tmp_path / "model.safetensors"
-    export.export(last(tmp_path), out, say=print)
+    export.export_model(last(tmp_path), out, say=print)
     assert all(
         torch.equal(tensor, found[name])
         for name, tensor in safetensors.torch.load_file(out).items()

@@ -381,7 +381,7 @@ def begun(
         drawn = DRAWN.counts = list[int]()
         model = run.prepare(unborn(tied=tied), cut=cut, init=init)
         cuts = run._prepared.cuts
-        return put_together(model, run.group, cuts.placements, cuts.trained), sum(drawn)
+        return put_together(model, run.group, cuts.placements, cuts.trained_tensor), sum(drawn)
 
     return body
 

@@ -111,8 +111,8 @@ def test_what_is_no_copy_is_whole(tmp_path: Path) -> None:
         run.keep("teacher", teacher)
         run.keep("head", nn.Linear(2, 2))
         return [
-            len(run._prepared.cuts.copies.of(model)),
-            len(run._prepared.cuts.copies.of(teacher)),
+            len(run._prepared.cuts.copies.copies_of(model)),
+            len(run._prepared.cuts.copies.copies_of(teacher)),
         ]
 
     assert workers(2, body, mesh="stage=2", folder=tmp_path) == [[0, 0]] * 2

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 import paceline as pl
-from paceline.cluster.mesh import lay_out
+from paceline.cluster.mesh import lay_out_mesh
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.solo import SoloGroup
 from paceline.errors import NotationError, UsageError
 from paceline.parallel.cut import CutContext
 from paceline.parallel.shard import shard
-from paceline.prepare.cuts import ModelCuts, read
+from paceline.prepare.cuts import ModelCuts, read_cuts
 from paceline.prepare.initial import InitialValues
 from paceline.session.run import Run
 from paceline.sync.base import Slot
@@ -64,8 +64,8 @@ class half:
 
 def cuts(override: str | None = None) -> ModelCuts:
     context = SyncContext(SoloGroup(), Agreement(SoloGroup()))
-    mesh = lay_out({"data": 1, "shard": 1, "tensor": 1}, ALONE)
-    return ModelCuts(RunAxes.of(mesh, context, ALONE), 3, override)
+    mesh = lay_out_mesh({"data": 1, "shard": 1, "tensor": 1}, ALONE)
+    return ModelCuts(RunAxes.from_mesh(mesh, context, ALONE), 3, override)
 
 
 class Sparing(torch.optim.Adafactor):
@@ -219,7 +219,7 @@ def test_optimizers_that_are_vouched_for(axis: str, cut: Any) -> None:
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
         found = run._prepared.cuts
-        return put_together(model, run.group, found.placements, found.trained)
+        return put_together(model, run.group, found.placements, found.trained_tensor)
 
     wanted = alone(body)
     assert all(distance(found, wanted) < 1e-12 for found in workers(2, body, mesh=f"{axis}=2"))
@@ -273,19 +273,19 @@ def test_cuts_are_read_as_objects_and_as_text() -> None:
         pl.shard("blocks.*", zero=2),
         pl.tensor({"a.*": pl.column(parts=3)}, divide=["a.heads"]),
     )
-    assert read(shard) == (shard,) and read([tensor, shard]) == (tensor, shard)
-    assert read(f"{tensor}, {shard}") == (tensor, shard) and read(repr(shard)) == (shard,)
+    assert read_cuts(shard) == (shard,) and read_cuts([tensor, shard]) == (tensor, shard)
+    assert read_cuts(f"{tensor}, {shard}") == (tensor, shard) and read_cuts(repr(shard)) == (shard,)
     with pytest.raises(NotationError, match="AllReduce is not a word of the notation"):
-        read("AllReduce()")
+        read_cuts("AllReduce()")
     with pytest.raises(
         UsageError, match=r"cut=column\(parts=1, gather=False\) is no cut|cut=column\(\) is no cut"
     ):
-        read("column()")
+        read_cuts("column()")
 
 
 def test_the_command_line_replaces_what_the_script_says() -> None:
-    assert cuts('shard("0")').choose(pl.shard("1")) == (pl.shard("0"),)
-    assert cuts().choose(pl.shard("1")) == (pl.shard("1"),) and cuts().choose(None) == ()
+    assert cuts('shard("0")').choose_cuts(pl.shard("1")) == (pl.shard("0"),)
+    assert cuts().choose_cuts(pl.shard("1")) == (pl.shard("1"),) and cuts().choose_cuts(None) == ()
 
 
 def test_one_after_the_other_and_optimizers_follow() -> None:
@@ -296,8 +296,8 @@ def test_one_after_the_other_and_optimizers_follow() -> None:
     )
     made, first, second = cuts(), half("tensor"), half("shard", piece=True)
     initial = InitialValues([("m.", model)], None, 3, torch.device("cpu"))
-    assert made.apply([("m.", model)], [first, second], [optimizer], initial) == []
-    made.repoint([optimizer])
+    assert made.apply_cuts([("m.", model)], [first, second], [optimizer], initial) == []
+    made.repoint_optimizers([optimizer])
     pieces = optimizer.param_groups[0]["params"]
     assert [tuple(piece.shape) for piece in pieces] == [(2, 2), (1, 8)]
     assert [tuple(layer.weight.shape) for layer in model] == [(4, 2), (2, 8)]
@@ -306,8 +306,8 @@ def test_one_after_the_other_and_optimizers_follow() -> None:
         ("m.1.weight", ("tensor", "shard"), (1, 8)),
     ]
     assert (
-        made.renewed(weights[0]) is pieces[0] is made.trained(model[0].weight)
-        and made.renewed(model[0].bias) is None
+        made.replacement_of(weights[0]) is pieces[0] is made.trained_tensor(model[0].weight)
+        and made.replacement_of(model[0].bias) is None
     )
     assert optimizer.param_groups[1] == {
         **optimizer.param_groups[1],
@@ -316,7 +316,7 @@ def test_one_after_the_other_and_optimizers_follow() -> None:
     }
 
     slots = list(
-        made.slots(
+        made.replace_slots(
             [
                 Slot("x", model[0].weight, None),
                 Slot("y", pieces[0], None),
@@ -328,8 +328,8 @@ def test_one_after_the_other_and_optimizers_follow() -> None:
         ("m.0.weight", True, ("tensor", "shard")),
         ("m.0.bias", False, ()),
     ]
-    made.end()
-    made.end()
+    made.end_cuts()
+    made.end_cuts()
     assert (first.ended, second.ended) == (1, 1)
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 
-from paceline.data.loader import deal
-from paceline.prepare.device import mover
+from paceline.data.loader import deal_loader
+from paceline.prepare.device import make_mover
 from tests.harness.runs import alone, batches
 
 META = torch.device("meta")
@@ -32,11 +32,11 @@ class Sent:
 
 
 def test_nothing_is_done_on_the_processor() -> None:
-    assert mover(torch.device("cpu")) is None
+    assert make_mover(torch.device("cpu")) is None
 
 
 def test_tensors_go_wherever_they_are() -> None:
-    move = mover(META)
+    move = make_mover(META)
     assert move is not None
     x = torch.zeros(2)
     batch = {"a": [x, (x, 3)], "pair": Pair(x, "p"), "sent": Sent(x), "none": None, "text": "t"}
@@ -53,7 +53,7 @@ def test_tensors_go_wherever_they_are() -> None:
 
 
 def test_packed_sequences_go() -> None:
-    move = mover(META)
+    move = make_mover(META)
     assert move is not None
     packed = pack_sequence([torch.zeros(3, 2), torch.zeros(1, 2)])
     found = move([packed])[0]
@@ -62,10 +62,10 @@ def test_packed_sequences_go() -> None:
 
 def test_a_dealt_loader_hands_out_moved_batches() -> None:
     def body(run: Any) -> None:
-        loader = deal(
+        loader = deal_loader(
             batches(),
             run._agreement,
-            move=mover(META),
+            move=make_mover(META),
             weigh=lambda batch: float(batch[0].sum() > -1e9),
         )
         # weigh has seen them before, where reading doesn't wait

@@ -211,7 +211,7 @@ def test_a_file_that_one_worker_cannot_read_after_all_is_said_on_all(
 ) -> None:
     path, reasons = tmp_path / "weights.safetensors", dict[int, str]()
     safetensors.torch.save_file(weights(), path)
-    opening = initial.opened
+    opening = initial.open_weights
 
     @contextlib.contextmanager
     def breaking(source: Any, say: Any) -> Iterator[Any]:

@@ -134,7 +134,7 @@ def test_it_is_refused_beside_servers() -> None:
 def test_an_optimizer_of_something_else_steps_as_it_likes_and_is_told_once() -> None:
     def body(run: Run) -> int:
         strange: list[Any] = []
-        run._watch._strange = lambda optimizer, ours: strange.append((optimizer, ours))
+        run._watch._note_unprepared = lambda optimizer, ours: strange.append((optimizer, ours))
         model, other = net(), net(1)
         model, _, loader = run.prepare(model, sgd(model), batches())
         mine = sgd(other)

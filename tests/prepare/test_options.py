@@ -124,14 +124,19 @@ def test_a_call_with_a_loader_speaks_for_that_one() -> None:
 
 def test_a_later_call_wins() -> None:
     wishes, nothing = PrepareOptions(), dict.fromkeys(DEFAULTS)
-    wishes.hear({**nothing, "loss": "sum", "train": False}, 2, loaders=False, models=True)
-    assert wishes.hear({**nothing, "train": True}, 2, loaders=True, models=False)["train"] is True
-    assert wishes.hear(nothing, 2, loaders=True, models=False)["train"] is False
-    found = wishes.hear({**nothing, "weigh": len}, 2, loaders=True, models=False)
+    wishes.resolve_options(
+        {**nothing, "loss": "sum", "train": False}, 2, loaders=False, models=True
+    )
+    assert (
+        wishes.resolve_options({**nothing, "train": True}, 2, loaders=True, models=False)["train"]
+        is True
+    )
+    assert wishes.resolve_options(nothing, 2, loaders=True, models=False)["train"] is False
+    found = wishes.resolve_options({**nothing, "weigh": len}, 2, loaders=True, models=False)
     assert (found["loss"], found["weigh"]) == ("mean", len)  # a weight is of a mean
-    wishes.hear({**nothing, "weigh": len}, 2, loaders=False, models=False)
-    assert wishes.hear(nothing, 2, loaders=True, models=False)["loss"] == "mean"
-    found = wishes.hear({**nothing, "loss": "sum"}, 2, loaders=True, models=False)
+    wishes.resolve_options({**nothing, "weigh": len}, 2, loaders=False, models=False)
+    assert wishes.resolve_options(nothing, 2, loaders=True, models=False)["loss"] == "mean"
+    found = wishes.resolve_options({**nothing, "loss": "sum"}, 2, loaders=True, models=False)
     assert (found["loss"], found["weigh"]) == ("sum", None)
 
 
@@ -254,9 +259,9 @@ def test_servers_take_an_optimizer_of_some_of_the_parameters(which: int) -> None
 
 def test_shares_of_the_command_line_replace_those_of_the_script() -> None:
     def heard(text: str | None) -> Any:
-        return PrepareOptions(text).hear({"shares": [1, 3]}, 2, loaders=True, models=False)[
-            "shares"
-        ]
+        return PrepareOptions(text).resolve_options(
+            {"shares": [1, 3]}, 2, loaders=True, models=False
+        )["shares"]
 
     assert [heard(None), heard("auto"), heard("2,1")] == [[1, 3], "auto", (2.0, 1.0)]
     with pytest.raises(DataError, match="3 numbers for 2 workers"):

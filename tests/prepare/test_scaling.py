@@ -52,7 +52,9 @@ def train(cut: Any, *, fused: bool) -> Callable[[Run], tuple[Tensor, list[float]
                 scaler.update()
                 scales.append(scaler.get_scale())
         cuts = run._prepared.cuts
-        return put_together(model, run._axes.groups.everyone, cuts.placements, cuts.trained), scales
+        return put_together(
+            model, run._axes.groups.everyone, cuts.placements, cuts.trained_tensor
+        ), scales
 
     return body
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import paceline as pl
 from paceline.checkpoint.files import block_files
-from paceline.checkpoint.files.checkpoint import MANIFEST
+from paceline.checkpoint.files.checkpoint import MANIFEST_FILE
 from paceline.errors import UsageError
 from paceline.prepare.stored import StoredModel
 from paceline.session.run import Run
@@ -89,14 +89,14 @@ def test_any_layout_reads_any(
 
 def test_no_worker_reads_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_folder, asked = saved(tmp_path, "one"), list[tuple[str, int]]()
-    read = block_files.BlockReader.read
+    read = block_files.BlockReader.read_rectangle
 
     def counted(self: Any, name: str, box: Any = None) -> torch.Tensor:
         found = read(self, name, box)
         asked.append((name, found.numel()))
         return found
 
-    monkeypatch.setattr(block_files.BlockReader, "read", counted)
+    monkeypatch.setattr(block_files.BlockReader, "read_rectangle", counted)
     workers(2, lambda run: run.prepare(unborn(), cut=[TENSOR], init=run_folder), mesh="tensor")
     assert sorted(count for name, count in asked if name.endswith("0.weight")) == [24, 24]
 
@@ -116,7 +116,7 @@ def test_a_checkpoint_that_is_damaged_is_passed_over(tmp_path: Path) -> None:
     folder, said = saved(tmp_path, "one"), list[str]()
     newest = folder / "checkpoints" / "step-00000007"
     newest.mkdir()
-    (newest / MANIFEST).write_text("{}")
+    (newest / MANIFEST_FILE).write_text("{}")
     made = workers(2, lambda run: run.prepare(build(), init=folder), said=said)[1]
     assert torch.equal(made[0].weight, network()[0].weight)
     assert any("step-00000007" in text for text in said)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from paceline.comm.axis_meter import AxisMeter
 from paceline.errors import DataError
-from paceline.prepare.tensor_peers import BatchComparer, checksum
+from paceline.prepare.tensor_peers import BatchComparer, checksum_batch
 from paceline.session.run import Run
 from tests.harness.cuts import columns
 from tests.harness.jobs import Jobs
@@ -86,20 +86,22 @@ def test_batches_without_tensors_are_announced_once() -> None:
 
 def test_a_batch_is_known_by_its_tensors_wherever_they_are() -> None:
     x = torch.arange(6.0)
-    assert checksum({"x": [x, ("name", x + 1)]}) == checksum({"x": [x.clone(), ("other", x + 1)]})
+    assert checksum_batch({"x": [x, ("name", x + 1)]}) == checksum_batch(
+        {"x": [x.clone(), ("other", x + 1)]}
+    )
     assert (
         len(
             {
-                checksum(x),
-                checksum(x.view(2, 3)),
-                checksum(x.double()),
-                checksum(x + 1),
-                checksum([x, x]),
+                checksum_batch(x),
+                checksum_batch(x.view(2, 3)),
+                checksum_batch(x.double()),
+                checksum_batch(x + 1),
+                checksum_batch([x, x]),
             }
         )
         == 5
     )
-    assert checksum("words") == checksum(None) == 0
+    assert checksum_batch("words") == checksum_batch(None) == 0
 
 
 def test_random_numbers_after_prepare_are_those_of_the_first_along_tensor(job: Jobs) -> None:

@@ -56,7 +56,9 @@ def trained(cut: Any, act: Act, *, after: bool = False) -> Callable[[Run], Tenso
                 if after:
                     act(run, model)
         found = run._prepared.cuts
-        return put_together(model, run._axes.groups.everyone, found.placements, found.trained)
+        return put_together(
+            model, run._axes.groups.everyone, found.placements, found.trained_tensor
+        )
 
     return body
 

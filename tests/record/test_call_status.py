@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.cluster.control.calls import CallChannel, channel
+from paceline.cluster.control.calls import CallChannel, make_channel
 from paceline.cluster.discover import CallPlace, Place
 from paceline.record.call_status import StatusRelay, StatusReports, make_status_display
 from paceline.record.status_line import FinishedStep, StatusLine
@@ -60,7 +60,7 @@ def beat(step: int, **values: float) -> FinishedStep:
 
 
 def pair() -> tuple[CallChannel, CallChannel]:
-    mine, theirs = channel()
+    mine, theirs = make_channel()
     return mine, CallChannel(theirs)
 
 
@@ -154,7 +154,7 @@ def test_many_values() -> None:
 
 
 def test_where_a_worker_shows_it() -> None:
-    mine, theirs = channel()
+    mine, theirs = make_channel()
     assert isinstance(make_status_display(Place()), StatusLine)
     with theirs:
         reports = make_status_display(replace(Place(), call=CallPlace(0, theirs.fileno(), 0)))

@@ -222,7 +222,7 @@ def test_a_launcher_is_told_and_never_waited_for(capsys: pytest.CaptureFixture[s
     bar.close()
     first, last = map(json.loads, os.read(reader, 1 << 16).splitlines())
     assert (
-        RunStatus.read(first["status"]) == RunStatus(3, 9, values={"loss": 0.5})
+        RunStatus.from_fields(first["status"]) == RunStatus(3, 9, values={"loss": 0.5})
         and last["status"] is None
     )
     for step in range(2000):  # nobody reads

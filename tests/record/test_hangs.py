@@ -28,7 +28,7 @@ from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
 from paceline.record.hangs import HangDetector, check_late_after
 from paceline.session.run import Run
-from paceline.timings import DEFAULTS, HangTimings, Timings
+from paceline.timings import DEFAULT_TIMINGS, HangTimings, Timings
 from tests.harness import short_timings
 from tests.harness.jobs import Ended, Jobs, free_port, wait_for
 from tests.harness.runs import workers
@@ -247,7 +247,7 @@ class Worker:
         late_after: float | None = None,
         *,
         number: int | None = None,
-        timings: Timings = DEFAULTS,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         self.now = time.monotonic() - 1000.0
         self.agreement = Agreement(SoloGroup(), step=lambda: 3)
@@ -291,7 +291,7 @@ def worker() -> Iterator[type[Worker]]:
             super().__init__(*args, **options)
             made.append(self)
 
-    before = signal.getsignal(commands.STACK)
+    before = signal.getsignal(commands.STACK_SIGNAL)
     yield Made
     for each in made:
         each.watching.stop_watching()
@@ -299,8 +299,8 @@ def worker() -> Iterator[type[Worker]]:
         thread.join(60)
     for each in made:
         each.close()
-    faulthandler.unregister(commands.STACK)
-    signal.signal(commands.STACK, before)
+    faulthandler.unregister(commands.STACK_SIGNAL)
+    signal.signal(commands.STACK_SIGNAL, before)
 
 
 class TestTheLimit:
@@ -336,14 +336,14 @@ class TestWatching:
         """Whether it waits or not, and where losses are survived another thread asks."""
         found = worker(120.0)
         assert found.report()["event"] == "shows"
-        os.kill(os.getpid(), commands.STACK)
+        os.kill(os.getpid(), commands.STACK_SIGNAL)
         assert b"test_hangs.py" in os.read(found.shown, 1 << 16)
         found.agreement.meet("run.mean")
-        os.write(found.orders, commands.ASK)
+        os.write(found.orders, commands.ASK_COMMAND)
         where = found.report()
         assert (where["event"], where["call"], where["waits"]) == ("where", 1, False)
         other = worker(120.0, 0.3, number=7)
-        os.write(other.orders, commands.ASK)
+        os.write(other.orders, commands.ASK_COMMAND)
         assert other.report()["event"] == "shows"
         assert other.agreement.attempt_call(other.report)["event"] == "late"
         other.agreement.attempt_call(other.watching.answer_launcher)
@@ -362,7 +362,7 @@ class TestWatching:
                 1,
                 "output of up along `tensor` of step 0",
             )
-            os.write(found.orders, commands.ASK)
+            os.write(found.orders, commands.ASK_COMMAND)
             where = found.report()
             assert (where["event"], where["what"], where["waits"]) == (
                 "where",
@@ -371,7 +371,7 @@ class TestWatching:
             )
         with found.meter.measure_exchange("output of down"):  # of the same step, which is one call
             pass
-        os.write(found.orders, commands.ASK)
+        os.write(found.orders, commands.ASK_COMMAND)
         where = found.report()
         assert (where["call"], where["what"], where["waits"]) == (
             2,
@@ -380,9 +380,9 @@ class TestWatching:
         )
 
     def test_leaves_a_handler_of_the_script_s_alone(self, worker):
-        signal.signal(commands.STACK, lambda *_: None)
+        signal.signal(commands.STACK_SIGNAL, lambda *_: None)
         found = worker(120.0)
-        os.write(found.orders, commands.ASK)
+        os.write(found.orders, commands.ASK_COMMAND)
         assert found.report()["event"] == "where"  # and not before that it shows its stacks
 
     def test_tells_of_a_call_that_takes_too_long_once_and_again_before_it_is_given_up(self, worker):
@@ -399,7 +399,7 @@ class TestWatching:
 
         found.agreement.meet("run.mean")
         found.agreement.settle_call(wait, "backward")
-        os.write(found.orders, commands.ASK)
+        os.write(found.orders, commands.ASK_COMMAND)
         assert found.report()["call"] == 2  # nothing more was told
 
     def test_tells_of_a_wait_for_some_of_the_others(self, worker):

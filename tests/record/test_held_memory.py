@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.mesh import read
+from paceline.cluster.mesh import parse_mesh
 from paceline.parallel.shard import shard
 from paceline.parallel.tensor.styles import column, row
 from paceline.parallel.tensor.tensor_cut import tensor
@@ -38,13 +38,13 @@ class Peeking(torch.optim.SGD):
 class Counting(torch.optim.Optimizer):
     """An optimizer of a script's own that keeps a copy of each parameter, and counts its steps."""
 
-    steps = 0
+    steps_made = 0
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
 
     def step(self, closure: Any = None) -> Any:
-        Counting.steps += 1
+        Counting.steps_made += 1
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["copy"] = torch.empty_like(parameter)
 
@@ -68,7 +68,7 @@ def held(
 ) -> list[dict[str, Any]]:
     strategy = {"strategy": options.pop("strategy")} if "strategy" in options else {}
     workers(
-        prod(size or 1 for size in read(mesh).values()),
+        prod(size or 1 for size in parse_mesh(mesh).values()),
         train(*arguments, **options),
         mesh=mesh,
         folder=folder,
@@ -141,7 +141,7 @@ def test_what_was_tried_is_not_tried_again_and_other_settings_are() -> None:
         assert kept(3, momentum=0.5) == [2 * count - STEPS for count in squares]
         assert kept(3, momentum=0.5, centered=True) == [3 * count - 2 * STEPS for count in squares]
         assert kept(3, Counting) == [4 * 3, 4 * 6]
-    assert Counting.steps == 4  # a script's own may do otherwise each time
+    assert Counting.steps_made == 4  # a script's own may do otherwise each time
     assert kept(5) == [4 * 5 + STEPS, 4 * 10 + STEPS]
 
 

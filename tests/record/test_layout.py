@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.mesh import read
+from paceline.cluster.mesh import parse_mesh
 from paceline.parallel.shard import shard
 from paceline.parallel.tensor.styles import column, row
 from paceline.parallel.tensor.tensor_cut import tensor
@@ -87,7 +87,7 @@ def test_bytes_are_those_that_training_takes(
     def body(run: Run) -> tuple[dict[str, Any], dict[str, int]]:
         return layout_and_truth(run, cuts, optimizer, tmp_path, **options)
 
-    for rank, (said, held) in enumerate(workers(prod(read(mesh).values()), body, mesh=mesh)):
+    for rank, (said, held) in enumerate(workers(prod(parse_mesh(mesh).values()), body, mesh=mesh)):
         assert said["workers"][rank] == held
         assert [row["name"] for row in said["rows"]] == ["0.weight", "0.bias", "2.weight", "2.bias"]
 

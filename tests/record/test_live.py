@@ -17,11 +17,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.cluster.control.progress import birth
+from paceline.cluster.control.progress import read_birth
 from paceline.record.folder import RunFolder
 from paceline.record.live import MAX_EVENTS, LiveRecord, is_writer_alive
 from paceline.session.run import Run
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from tests.harness.runs import batches, workers
 
 
@@ -104,7 +104,7 @@ def test_it_has_what_is_known_of_the_summary_and_goes_when_that_is_there(tmp_pat
     )
     recent = found["live"]["recent"]
     assert (recent["steps"], recent["samples"]) == (1, 8) and {
-        part: recent[part] for part in PARTS
+        part: recent[part] for part in STEP_PARTS
     } == pytest.approx(found["step_seconds"], abs=1e-5)
     summary = json.loads((tmp_path / "test" / "summary.json").read_text())
     assert set(found) - set(summary) == {"live"}
@@ -119,7 +119,7 @@ def test_checkpoints_and_the_choice_of_a_codec_are_told(tmp_path: Path) -> None:
         def each(step: int) -> None:
             if step == 2:
                 run.save()
-                run._context.tell("codec: int8() is taken")
+                run._context.announce_event("codec: int8() is taken")
                 if run.rank == 0:
                     seen.append(read(tmp_path / "test"))
 
@@ -272,7 +272,7 @@ def test_who_writes_is_seen_to_live_or_not(tmp_path: Path) -> None:
     assert writer["pid"] == os.getpid() and is_writer_alive(writer) is True
     assert is_writer_alive({**writer, "born": 1}) is False  # another process has its number by now
     gone = subprocess.Popen([sys.executable, "-c", ""])
-    born = birth(gone.pid)
+    born = read_birth(gone.pid)
     gone.wait()
     assert is_writer_alive({**writer, "pid": gone.pid, "born": born}) is False
     assert is_writer_alive({**writer, "machine": "another"}) is None and is_writer_alive({}) is None
@@ -283,13 +283,13 @@ def test_who_was_late_is_not_told_of_others_that_have_its_rank_by_now(tmp_path: 
         def each(step: int) -> None:
             if run.rank == 0 and step == 3:
                 conclusion, agreement = run._ending._conclusion, run._agreement
-                assert conclusion.so_far()["live"]["late"] is not None
+                assert conclusion.collect_progress()["live"]["late"] is not None
                 book = conclusion.log.writer
                 assert book is not None and book.latest is not None
                 # as one that was lost: nobody has this rank any more
                 late = book.latest.late._replace(rank=7)
                 book.latest = book.latest._replace(late=late, workers=(*range(8),))
-                assert conclusion.so_far()["live"]["late"] is None
+                assert conclusion.collect_progress()["live"]["late"] is None
                 assert agreement.origins == (0, 1)
 
         train(run, each)

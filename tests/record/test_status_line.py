@@ -107,7 +107,7 @@ def test_without_a_loss_the_first_value_has_the_curve() -> None:
     line.step(FinishedStep(2, 0.0, 0, {}, {}), None)
     line.step(beat(3, a=3.0), None)
     line.show()
-    assert (kept.shown[0].name, kept.shown[0].curve) == ("a", (2.0, 3.0))
+    assert (kept.shown[0].curve_name, kept.shown[0].curve) == ("a", (2.0, 3.0))
 
 
 def test_who_is_late_is_shown_as_long_as_it_matters() -> None:

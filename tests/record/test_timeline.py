@@ -21,7 +21,7 @@ from paceline.record.timeline import (
     make_trace_events,
     write_trace,
 )
-from paceline.trace import Served, Span
+from paceline.trace import ServerWork, Span
 from paceline.unequal.stragglers.lateness import RankLateness
 from tests.harness.thread_groups import ThreadGroup, spawn
 
@@ -228,7 +228,7 @@ def test_the_file_is_whole_json(tmp_path: Path) -> None:
 def test_servers_are_beside_the_ranks() -> None:
     """On the clock of rank 0, with a curve of what waits there."""
     served = [
-        Served(
+        ServerWork(
             "server 0 on B",
             10**9,
             [span("push", "serve", 10**9 + 5_000, 10**9 + 7_000, 3)],

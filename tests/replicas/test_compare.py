@@ -19,7 +19,7 @@ import paceline as pl
 from paceline.comm.group_protocol import Group
 from paceline.errors import ReplicasDiffer, UsageError
 from paceline.replicas import compare
-from paceline.replicas.compare import Comparison, differences
+from paceline.replicas.compare import Comparison, find_differences
 from paceline.session.run import Run
 from paceline.sync.base import Strategy
 from tests.harness.runs import batches, make, parameters, workers
@@ -331,8 +331,8 @@ def test_workers_that_compute_differently_are_not_stopped_unless_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kinds = itertools.cycle(["AVX2, threads: 4", "AVX512, threads: 8"])
-    monkeypatch.setattr(compare, "USUAL", 5)
-    monkeypatch.setattr(compare, "_kind", lambda tensor: next(kinds))
+    monkeypatch.setattr(compare, "DEFAULT_INTERVAL", 5)
+    monkeypatch.setattr(compare, "_describe_hardware", lambda tensor: next(kinds))
     injuries = {(1, 3): flipping("into.weight", 0), (1, 8): flipping("scale", 0)}
     found = several(2, Comparison(), injuries)
     assert (
@@ -459,9 +459,9 @@ def test_strategies_whose_replicas_differ_always(sync: Strategy) -> None:
 
 def test_who_comes_later_knows_what_is_owed() -> None:
     def body(run: Run) -> Trained:
-        run._comparer.learn([5, -1, 0])  # the others are about to compare
+        run._comparer.adopt_facts([5, -1, 0])  # the others are about to compare
         found = train(run, {(1, 1): flipping("scale", 0)})
-        assert run._comparer.facts() == [5, 0, 0]
+        assert run._comparer.collect_facts() == [5, 0, 0]
         return found
 
     assert "after step 1: rank 1" in workers(2, body, comparison=STOP)[0].error
@@ -502,11 +502,11 @@ def entries(*values: Any) -> list[dict[str, list[Any]]]:
 
 
 def test_who_has_what_most_have_is_right() -> None:
-    assert differences(entries(1, 1, 1)) == []
-    assert differences(entries(1, 2, 1)) == [("w", (0, 2), (1,), True, True)]
-    assert differences(entries(2, 1, 1)) == [("w", (1, 2), (0,), True, True)]
-    assert differences(entries(1, 2, 3)) == [("w", (0,), (1, 2), False, True)]
-    assert differences([*entries(1, 1), {}]) == [("w", (0, 1), (2,), True, False)]
+    assert find_differences(entries(1, 1, 1)) == []
+    assert find_differences(entries(1, 2, 1)) == [("w", (0, 2), (1,), True, True)]
+    assert find_differences(entries(2, 1, 1)) == [("w", (1, 2), (0,), True, True)]
+    assert find_differences(entries(1, 2, 3)) == [("w", (0,), (1, 2), False, True)]
+    assert find_differences([*entries(1, 1), {}]) == [("w", (0, 1), (2,), True, False)]
 
 
 def buffers(*states: int) -> list[dict[str, list[Any]]]:
@@ -514,12 +514,12 @@ def buffers(*states: int) -> list[dict[str, list[Any]]]:
 
 
 def test_a_buffer_is_wrong_where_it_has_changed_by_itself_on_few() -> None:
-    assert differences(buffers(0, 1, 0)) == [("mask", (0, 2), (1,), True, True)]
-    assert differences(buffers(1, 0)) == [("mask", (1,), (0,), True, True)]
+    assert find_differences(buffers(0, 1, 0)) == [("mask", (0, 2), (1,), True, True)]
+    assert find_differences(buffers(1, 0)) == [("mask", (1,), (0,), True, True)]
     assert (
-        differences(buffers(0, 0, 0))
-        == differences(buffers(1, 1, 0))
-        == differences(buffers(0, 1, 2))
-        == differences(buffers(2, 2))
+        find_differences(buffers(0, 0, 0))
+        == find_differences(buffers(1, 1, 0))
+        == find_differences(buffers(0, 1, 2))
+        == find_differences(buffers(2, 2))
         == []
     )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.parallel.shard import shard
-from paceline.replicas.manual_gradients import _figures, _near
+from paceline.replicas.manual_gradients import _is_near, _measure_gradient
 from paceline.session.run import Run
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.models import net, sgd
@@ -176,7 +176,7 @@ def test_later_steps_are_looked_at_when_workers_meet_anyway() -> None:
             F.mse_loss(model(x), y).backward()
             if run.steps >= 3:
                 # as if a second had gone by
-                run._collector._meetings.next_step = min(run._collector._meetings.next_step, 10)
+                run._collector._meetings.next_server = min(run._collector._meetings.next_server, 10)
                 local(run, model, x, y)
             optimizer.step()
         return run.steps
@@ -192,20 +192,20 @@ def test_local_strategies_take_what_is_set() -> None:
 
 def test_rounding_is_no_difference_and_everything_else_is() -> None:
     g = torch.randn(100, generator=torch.Generator().manual_seed(0))
-    near = _figures(g * (1 + 1e-6))
+    near = _measure_gradient(g * (1 + 1e-6))
     assert (
-        _near(_figures(g), near)
-        and _near(_figures(g.to(torch.complex64)), near)
-        and _near(_figures(g.to_sparse()), near)
+        _is_near(_measure_gradient(g), near)
+        and _is_near(_measure_gradient(g.to(torch.complex64)), near)
+        and _is_near(_measure_gradient(g.to_sparse()), near)
     )
     assert (
-        not _near(_figures(g), _figures(g * 1.01))
-        and not _near(_figures(g), _figures(-g))
-        and not _near(_figures(g), None)
+        not _is_near(_measure_gradient(g), _measure_gradient(g * 1.01))
+        and not _is_near(_measure_gradient(g), _measure_gradient(-g))
+        and not _is_near(_measure_gradient(g), None)
     )
     nan = torch.full((3,), float("nan"))
     assert (
-        _near(None, None)
-        and _near(_figures(nan), _figures(nan))
-        and not _near(_figures(nan), _figures(g))
+        _is_near(None, None)
+        and _is_near(_measure_gradient(nan), _measure_gradient(nan))
+        and not _is_near(_measure_gradient(nan), _measure_gradient(g))
     )

@@ -290,7 +290,9 @@ def test_workers_without_a_common_seed_take_the_first_ones() -> None:
         return model.lookup(torch.arange(ROWS))
 
     found = workers(3, body, said=said)
-    wanted = row_optimizers.initial(torch.arange(ROWS), DIM, torch.float32, seed=0, std=1.0)
+    wanted = row_optimizers.make_initial_values(
+        torch.arange(ROWS), DIM, torch.float32, seed=0, std=1.0
+    )
     assert all(torch.equal(each, wanted) for each in found) and any(
         "differed from rank 0's" in text for text in said
     )
@@ -345,7 +347,9 @@ def test_a_frozen_table_is_only_read() -> None:
             step(model, [optimizer], batch)
         return model.first.lookup(torch.arange(ROWS))
 
-    wanted = row_optimizers.initial(torch.arange(ROWS), DIM, torch.float64, seed=1, std=1.0)
+    wanted = row_optimizers.make_initial_values(
+        torch.arange(ROWS), DIM, torch.float64, seed=1, std=1.0
+    )
     assert torch.equal(workers(2, lambda run: body(run, thaws=False))[0], wanted)
     with pytest.raises(UsageError, match="was frozen when it was prepared"):
         workers(1, lambda run: body(run, thaws=True))
@@ -364,7 +368,9 @@ def test_tables_that_come_later() -> None:
         optimizer.step()
         return second.lookup(torch.tensor([3, 4]))
 
-    before = row_optimizers.initial(torch.tensor([3, 4]), DIM, torch.float32, seed=2, std=1.0)
+    before = row_optimizers.make_initial_values(
+        torch.tensor([3, 4]), DIM, torch.float32, seed=2, std=1.0
+    )
     assert torch.allclose(workers(2, body)[1], before - torch.tensor([[1.0], [0.0]]))
 
 

@@ -10,7 +10,7 @@ from paceline.cluster.topology import HostLink, HostRanks, Topology
 from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.session import cluster_probe
-from paceline.session.cluster_probe import measure
+from paceline.session.cluster_probe import measure_group
 from paceline.unequal.probe.links import LinkFigures
 from tests.harness.jobs import Jobs
 from tests.harness.thread_groups import spawn
@@ -44,7 +44,9 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_workers_get_the_same_whole_cluster(brief: None) -> None:
     found = spawn(
-        4, lambda group: measure(group, CLUSTER, CPU, ("float32", "float64")), hosts=[0, 1, 0, 2]
+        4,
+        lambda group: measure_group(group, CLUSTER, CPU, ("float32", "float64")),
+        hosts=[0, 1, 0, 2],
     )
     assert all(each == found[0] for each in found)
     topology = found[0]
@@ -64,9 +66,9 @@ def test_all_workers_get_the_same_whole_cluster(brief: None) -> None:
                 and 0 < device.free_bytes <= device.memory_bytes
             )
             assert (
-                device.flops("float32") > 0
-                and device.flops("float64") > 0
-                and device.flops("bfloat16") == 0
+                device.dtype_flops("float32") > 0
+                and device.dtype_flops("float64") > 0
+                and device.dtype_flops("bfloat16") == 0
             )
             assert device.copied_bytes_per_second > 0 and device.attended > 0
     assert [(link.source, link.target) for link in topology.links] == [
@@ -76,19 +78,21 @@ def test_all_workers_get_the_same_whole_cluster(brief: None) -> None:
         link.latency_seconds > 0 and link.bytes_per_second > 0 and link.crowded_bytes_per_second > 0
         for link in topology.links
     )
-    assert max(topology.speeds()) == 1 and len(topology.speeds()) == 4
-    assert topology_file.load(topology_file.dump(topology)) == topology
+    assert max(topology.relative_speeds()) == 1 and len(topology.relative_speeds()) == 4
+    assert topology_file.parse_topology(topology_file.format_topology(topology)) == topology
 
 
 def test_one_worker_has_no_links(brief: None) -> None:
     [topology] = spawn(
         1,
-        lambda group: measure(
+        lambda group: measure_group(
             group, Topology((HostRanks("a", (0,), "127.0.0.1"),)), CPU, ("bfloat16",)
         ),
     )
     assert (
-        topology.links == () and topology.speeds("bfloat16") == (1.0,) and topology.speeds() == ()
+        topology.links == ()
+        and topology.relative_speeds("bfloat16") == (1.0,)
+        and topology.relative_speeds() == ()
     )
 
 
@@ -99,7 +103,7 @@ def test_links_of_hosts_are_those_of_their_workers() -> None:
         LinkFigures((1, 0), 5e-3, 50.0),
     ]
     crowded = [LinkFigures((2, 0), 9.0, 6.0)]
-    assert list(cluster_probe._links(CLUSTER, alone, crowded)) == [
+    assert list(cluster_probe._merge_links(CLUSTER, alone, crowded)) == [
         HostLink(0, 0, 2e-3, 20.0, 6.0),
         HostLink(1, 0, 5e-3, 50.0, 0.0),
     ]
@@ -108,7 +112,7 @@ def test_links_of_hosts_are_those_of_their_workers() -> None:
 def test_workers_that_ask_for_other_dtypes_are_told(brief: None) -> None:
     def body(group: Group) -> str:
         with pytest.raises(UsageError) as told:
-            measure(group, CLUSTER, CPU, ("float32",) if group.rank != 2 else ("float64",))
+            measure_group(group, CLUSTER, CPU, ("float32",) if group.rank != 2 else ("float64",))
         return str(told.value)
 
     assert set(spawn(4, body)) == {
@@ -143,8 +147,10 @@ with pl.start(folder="runs") as run:
 def test_a_script_measures_and_goes_on(job: Jobs) -> None:
     ended = job.run(SCRIPT, 2).end()
     assert ended.code == 0, ended.err
-    one, other = (topology_file.read(job.folder / f"{rank}.json") for rank in range(2))
-    assert one == other and one.size == 2 and len(one.hosts) == 1 and one.link(0, 0) is not None
+    one, other = (topology_file.read_topology(job.folder / f"{rank}.json") for rank in range(2))
+    assert (
+        one == other and one.size == 2 and len(one.hosts) == 1 and one.find_link(0, 0) is not None
+    )
     assert "refused: pl.probe(run) is called inside a loop over a loader" in ended.out
 
 

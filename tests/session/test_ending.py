@@ -19,13 +19,13 @@ def test_what_was_registered_is_called_once_however_a_run_ends() -> None:
             run._ending.on_close(lambda: ended.append(end))
             if end == "depart":
                 with pytest.raises(SystemExit):
-                    run._ending.depart(lambda: ended.append("prepared"))
+                    run._ending.leave_job(lambda: ended.append("prepared"))
             elif end == "fail":
-                run._ending.fail(ValueError, ValueError("over"))
+                run._ending.end_after_error(ValueError, ValueError("over"))
             else:
                 run.close()
             run.close()
-            run._ending.fail(ValueError, None)
+            run._ending.end_after_error(ValueError, None)
 
         workers(1, body)
         assert ended == ["prepared"] * (end == "depart") + [end]
@@ -35,7 +35,7 @@ def test_an_error_while_closing_ends_the_run_without_the_others() -> None:
     def body(run: Run) -> Any:
         ended: list[str] = []
         run._ending.on_close(lambda: ended.append("freed"))
-        run._saving.last = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
+        run._saving.raise_write_error = lambda: 1 / 0  # type: ignore[assignment,method-assign,return-value]
         with pytest.raises(ZeroDivisionError):
             run.close()
         run.close()
@@ -52,7 +52,7 @@ def test_a_forked_process_ends_nothing() -> None:
         run._ending.on_close(lambda: ended.append("ended"))
         if (child := os.fork()) == 0:
             run.close()
-            run._ending.fail(ValueError, ValueError("over"))
+            run._ending.end_after_error(ValueError, ValueError("over"))
             os._exit(len(ended) + run._ending.closed)
         assert os.waitpid(child, 0)[1] == 0
         run.close()

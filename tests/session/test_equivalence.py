@@ -333,13 +333,13 @@ def test_a_mutant_that_does_not_communicate_fails(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_mutant_that_ignores_weights_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = GradientTracker._begin
+    begin = GradientTracker._begin_pass
 
     def unweighted(self: GradientTracker) -> None:
         begin(self)
         self._scale = 1 / self.context.group.size
 
-    monkeypatch.setattr(GradientTracker, "_begin", unweighted)
+    monkeypatch.setattr(GradientTracker, "_begin_pass", unweighted)
     with pytest.raises(AssertionError):
         check(2, [1, 7])
     with pytest.raises(AssertionError):

@@ -19,7 +19,7 @@ from torch import nn
 import paceline
 from paceline import callsite
 from paceline.errors import Mismatch, PacelineError, UsageError
-from paceline.session.excepthook import brief, show
+from paceline.session.excepthook import format_briefly, show_exception
 from paceline.session.run import Run
 from paceline.session.start import ExitHooks
 from tests.harness.jobs import Jobs
@@ -29,7 +29,7 @@ from tests.harness.runs import alone, batches, workers
 def shown(body: Callable[[Run], Any], size: int = 1) -> str:
     with pytest.raises(PacelineError) as caught:
         workers(size, body) if size > 1 else alone(body)
-    return brief(caught.value, caught.value.__traceback__)
+    return format_briefly(caught.value, caught.value.__traceback__)
 
 
 def prepare(run: Run) -> None:
@@ -81,10 +81,10 @@ def test_what_we_raised_it_for_is_not() -> None:
     with pytest.raises(UsageError) as caught:
         paceline.start(device="nonsense")
     caught.value.__cause__ = _raised("int('no number')", callsite.__file__)
-    text = brief(caught.value, caught.value.__traceback__)
+    text = format_briefly(caught.value, caught.value.__traceback__)
     assert "nonsense" in text and "no number" not in text
     caught.value.__cause__ = _raised("int('no number')", __file__)
-    assert "no number" in brief(caught.value, caught.value.__traceback__)
+    assert "no number" in format_briefly(caught.value, caught.value.__traceback__)
 
 
 def _raised(code: str, file: str) -> Exception:
@@ -105,7 +105,7 @@ def test_an_interrupt_shows_where_the_script_was(capsys: pytest.CaptureFixture[s
     exec(code, names)
     with pytest.raises(KeyboardInterrupt) as caught:
         names["wait"](1)
-    show(caught.type, caught.value, caught.tb)
+    show_exception(caught.type, caught.value, caught.tb)
     said = capsys.readouterr().err
     assert (
         "Traceback" in said
@@ -117,7 +117,7 @@ def test_an_interrupt_shows_where_the_script_was(capsys: pytest.CaptureFixture[s
 
 def test_where_a_script_stands() -> None:
     def here() -> str:
-        return callsite.place()
+        return callsite.find_user_line()
 
     line = here.__code__.co_firstlineno + 1
     assert here().endswith(f"test_excepthook.py:{line})") and here().startswith(" (")
@@ -157,7 +157,7 @@ def test_an_error_of_ours_at_exit_is_one_line(
     run: Any = SimpleNamespace(
         close=close, _parts=SimpleNamespace(ending=SimpleNamespace(on_close=lambda ending: None))
     )
-    ExitHooks(run).arm()
+    ExitHooks(run).install_hooks()
     registered[0]()
     assert capsys.readouterr().err == "paceline.errors.Mismatch: workers have come apart\n"
 

@@ -59,7 +59,9 @@ def test_all_workers_have_the_whole_answer(layout: str) -> None:
 
     def body(run: Run) -> tuple[int, list[dict[str, Any]]]:
         made = run.prepare(model(), cut=cuts)
-        mine = run.mesh.index(run.rank, ("data", "shard"))  # those along `tensor` have the same
+        mine = run.mesh.index_along(
+            run.rank, ("data", "shard")
+        )  # those along `tensor` have the same
         return mine, [run.forward(made, inputs(mine + turn), scale=2.0) for turn in range(3)]
 
     alone = model()

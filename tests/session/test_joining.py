@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.timings import DEFAULTS
+from paceline.timings import DEFAULT_TIMINGS
 from tests.harness.jobs import Jobs, wait_for
 from tests.harness.joining_hosts import EPOCHS, Hosts, kill
 from tests.harness.survivors import Outcome, check, trains
@@ -53,7 +53,7 @@ def test_hosts_come_and_go_until_none_of_the_first_is_left(
 @pytest.mark.slow
 def test_a_host_that_was_cut_off_comes_back(hosts: Hosts, alone: Callable[..., Outcome]) -> None:
     """Its launcher is stopped for so long that the others go on without it."""
-    hosts.silence = DEFAULTS.membership.silence
+    hosts.silence = DEFAULT_TIMINGS.membership.silence
     launched = [hosts.come(3) for _ in range(3)]
     trains(launched[0], hosts.out, 6)
     launched[2].process.send_signal(signal.SIGSTOP)

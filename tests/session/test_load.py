@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline.apps.gpt import GPT, GPTShape
 from paceline.errors import UsageError
-from paceline.session.load import DESCRIPTION, describe
+from paceline.session.load import DESCRIPTION, describe_model
 from tests.harness.jobs import Jobs
 from tests.harness.runs import alone, workers
 
@@ -46,7 +46,7 @@ def written(folder: Path) -> tuple[Path, Tensor]:
     model = GPT(SHAPE).double()
     path = saved(folder, model)
     (path / DESCRIPTION).write_text(
-        describe("gpt", {"d": 16, "layers": 2, "heads": 2, "context": 8, "vocab": 12})
+        describe_model("gpt", {"d": 16, "layers": 2, "heads": 2, "context": 8, "vocab": 12})
     )
     return path, model(TOKENS).detach()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import paceline as pl
-from paceline.session.option_names import check
+from paceline.session.option_names import check_names
 
 
 @pytest.mark.parametrize(
@@ -31,5 +31,5 @@ def test_start_names_what_was_meant(given: str, meant: str) -> None:
 
 def test_a_word_of_others_is_no_help_where_there_is_no_such_option() -> None:
     with pytest.raises(pl.UsageError, match="has no option strategy; possible: rate"):
-        check("f", ["strategy"], ["rate"])
-    check("f", ["rate"], ["rate"])
+        check_names("f", ["strategy"], ["rate"])
+    check_names("f", ["rate"], ["rate"])

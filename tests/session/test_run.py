@@ -32,7 +32,7 @@ from paceline.errors import (
 from paceline.record.folder import RunFolder
 from paceline.record.writer import MetricsWriter
 from paceline.session.run import Run
-from paceline.state.snapshot import pack
+from paceline.state.snapshot import make_snapshot
 from tests.harness.models import net
 from tests.harness.runs import Numbered, alone, batches, distance, parameters, workers
 
@@ -800,7 +800,9 @@ def test_nothing_to_resume(tmp_path: Path) -> None:
     none = f"no run of {Path(sys.argv[0]).name} in {tmp_path} has one"
     assert f"{looked}; {none}" in said
     for step in (2, 3):
-        saved = checkpoint.save(tmp_path / "other" / "checkpoints", pack({}), step)
+        saved = checkpoint.save_checkpoint(
+            tmp_path / "other" / "checkpoints", make_snapshot({}), step
+        )
     assert workers(2, lambda run: [ready(run), run.resume()][1], said=said, folder=tmp_path) == [
         False,
         False,
@@ -861,7 +863,7 @@ def test_a_folder_that_takes_nothing_more_ends_the_run_on_all_workers(
 
 
 def test_a_run_without_a_name_has_nothing_to_resume(tmp_path: Path) -> None:
-    saved = checkpoint.save(tmp_path / "other" / "checkpoints", pack({}), 7)
+    saved = checkpoint.save_checkpoint(tmp_path / "other" / "checkpoints", make_snapshot({}), 7)
 
     def body(run: Run) -> bool:
         run._resumption._folder = RunFolder.create_together(

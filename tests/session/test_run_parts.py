@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from paceline.session.run import Run, parts_of
+from paceline.session.run import Run, parts_of_run
 from paceline.session.run_parts import RunParts
 from tests.harness.documents import PAGES, ROOT
 from tests.harness.runs import workers
@@ -19,7 +19,7 @@ def public(names: list[str]) -> set[str]:
 
 def test_a_run_shows_what_its_class_shows_and_keeps_its_parts_apart() -> None:
     def body(run: Run) -> tuple[set[str], bool, list[str]]:
-        parts = parts_of(run)
+        parts = parts_of_run(run)
         names = [field.name for field in dataclasses.fields(RunParts)]
         return public(dir(run)), parts.loop.turn is None and parts.history.seed == run.seed, names
 

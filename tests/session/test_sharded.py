@@ -47,7 +47,7 @@ def plain(
 
 def whole(run: Run, model: nn.Module) -> Tensor:
     cuts = run._prepared.cuts
-    return put_together(model, run._axes.groups.everyone, cuts.placements, cuts.trained)
+    return put_together(model, run._axes.groups.everyone, cuts.placements, cuts.trained_tensor)
 
 
 def loop(

@@ -38,7 +38,7 @@ def made(
         store=store,
         global_ranks_in_group=names or [],
     )
-    return torch_backend.create(options, chosen)
+    return torch_backend.create_process_group(options, chosen)
 
 
 def on_threads(size: int, body: Any, **options: Any) -> list[Any]:
@@ -210,5 +210,5 @@ def test_hosts_that_meet_at_no_address_are_told_what_to_give(
 def test_the_address_of_a_store_is_where_workers_meet() -> None:
     store = TCPStore("localhost", 0, 1, is_master=True)
     nested = dist.PrefixStore("outer", dist.PrefixStore("inner", store))  # type: ignore[attr-defined]
-    assert torch_backend._place(nested).meeting == ("localhost", store.port)
-    assert torch_backend._place(HashStore()).meeting is None
+    assert torch_backend._find_place(nested).meeting == ("localhost", store.port)
+    assert torch_backend._find_place(HashStore()).meeting is None

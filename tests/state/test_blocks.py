@@ -15,14 +15,14 @@ from paceline.state.blocks import (
     Box,
     StoredBlock,
     StoredTensor,
-    from_json,
-    merge,
-    overlap,
-    sizes,
-    to_json,
-    uncovered,
-    whole,
-    within,
+    box_shape,
+    describe_coverage_error,
+    index_from_json,
+    index_to_json,
+    intersect_boxes,
+    merge_indexes,
+    slice_within,
+    whole_box,
 )
 
 
@@ -45,11 +45,11 @@ def test_a_grid_covers_its_tensor_and_less_does_not(cuts: list[list[int]]) -> No
     cuts = [[0, *cut] for cut in cuts]
     shape = [cut[-1] for cut in cuts]
     boxes = grid(cuts)
-    assert uncovered(shape, boxes) == ""
-    full = [box for box in boxes if all(sizes(box))]
+    assert describe_coverage_error(shape, boxes) == ""
+    full = [box for box in boxes if all(box_shape(box))]
     if full:
-        assert "elements" in uncovered(shape, full[1:])
-        assert "overlap" in uncovered(shape, [*full, full[0]])
+        assert "elements" in describe_coverage_error(shape, full[1:])
+        assert "overlap" in describe_coverage_error(shape, [*full, full[0]])
 
 
 @given(st.tuples(edges, edges), st.tuples(edges, edges))
@@ -59,23 +59,24 @@ def test_an_overlap_is_what_both_have(one: Any, other: Any) -> None:
     def cells(box: Box) -> set[tuple[int, ...]]:
         return set(itertools.product(*(range(begin, end) for begin, end in box)))
 
-    common = overlap(a, b)
+    common = intersect_boxes(a, b)
     assert cells(common or ((0, 0),)) == cells(a) & cells(b)
     if common:
         full = torch.arange(49).view(7, 7)
         assert torch.equal(
-            full[within(a, whole((7, 7)))][within(common, a)], full[within(common, whole((7, 7)))]
+            full[slice_within(a, whole_box((7, 7)))][slice_within(common, a)],
+            full[slice_within(common, whole_box((7, 7)))],
         )
 
 
 def test_a_block_outside_is_named() -> None:
-    assert "outside of [2, 2]" in uncovered((2, 2), [((0, 2), (0, 3))])
+    assert "outside of [2, 2]" in describe_coverage_error((2, 2), [((0, 2), (0, 3))])
 
 
 def test_a_scalar_is_one_block() -> None:
-    assert uncovered((), [()]) == ""
-    assert "0 of 1 elements" in uncovered((), [])
-    assert uncovered((0, 3), []) == ""
+    assert describe_coverage_error((), [()]) == ""
+    assert "0 of 1 elements" in describe_coverage_error((), [])
+    assert describe_coverage_error((0, 3), []) == ""
 
 
 def test_workers_parts_make_the_index() -> None:
@@ -83,22 +84,22 @@ def test_workers_parts_make_the_index() -> None:
         stored((2, 4), ((0, 2), (0, 2))),
         stored((2, 4), ((0, 2), (2, 4)), file="b.safetensors"),
     )
-    merged = merge([{"w": left}, {"w": right, "v": stored((), ())}])
+    merged = merge_indexes([{"w": left}, {"w": right, "v": stored((), ())}])
     assert [block.file for block in merged["w"].blocks] == ["a.safetensors", "b.safetensors"]
-    assert from_json(to_json(merged)) == merged
+    assert index_from_json(index_to_json(merged)) == merged
     with pytest.raises(
         CheckpointError, match=r"w can't be saved in blocks: its blocks have 4 of 8 elements"
     ):
-        merge([{"w": left}])
+        merge_indexes([{"w": left}])
     with pytest.raises(CheckpointError, match=r"w can't be saved .* overlap"):
-        merge([{"w": left}, {"w": left}, {"w": right}])
+        merge_indexes([{"w": left}, {"w": left}, {"w": right}])
     with pytest.raises(CheckpointError, match=r"different shapes"):
-        merge([{"w": left}, {"w": stored((4, 2))}])
+        merge_indexes([{"w": left}, {"w": stored((4, 2))}])
 
 
 def test_what_is_needed_of_a_tensor() -> None:
     tensor = stored((4, 4), ((0, 2), (0, 4)), ((2, 4), (0, 2)), ((2, 4), (2, 4)))
-    assert [(block.key, box) for block, box in tensor.overlapping(((1, 3), (3, 4)))] == [
+    assert [(block.key, box) for block, box in tensor.iterate_overlaps(((1, 3), (3, 4)))] == [
         ("w@0", ((1, 2), (3, 4))),
         ("w@2", ((2, 3), (3, 4))),
     ]
@@ -131,11 +132,11 @@ GOOD: dict[str, Any] = {
     ],
 )
 def test_no_index_is_believed(entry: Any) -> None:
-    assert from_json({"w": GOOD})["w"].shape == (2,)
+    assert index_from_json({"w": GOOD})["w"].shape == (2,)
     with pytest.raises(CheckpointError, match=r"\bw\b"):
-        from_json({"w": entry})
+        index_from_json({"w": entry})
 
 
 def test_an_index_is_an_object() -> None:
     with pytest.raises(CheckpointError, match=r"an object"):
-        from_json([])
+        index_from_json([])

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.state import checksum
-from paceline.state.checksum import ROW, checksums, elementwise, flat, weighted
+from paceline.state.checksum import (
+    ROW_WORDS,
+    compute_checksums,
+    multiply_elementwise,
+    multiply_matrix_vector,
+    view_bytes,
+)
 
 DTYPES = [
     *(
@@ -34,7 +40,7 @@ DTYPES = [
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
 SHAPES = st.lists(st.integers(0, 5), max_size=3) | st.sampled_from(
-    [[ROW - 1], [ROW], [ROW + 1], [3, ROW], [2 * ROW + 7]]
+    [[ROW_WORDS - 1], [ROW_WORDS], [ROW_WORDS + 1], [3, ROW_WORDS], [2 * ROW_WORDS + 7]]
 )
 
 
@@ -51,7 +57,7 @@ def made(dtype: torch.dtype, shape: list[int], seed: int = 0) -> Tensor:
 
 
 def number(x: Tensor) -> int:
-    return checksums([x])[0]
+    return compute_checksums([x])[0]
 
 
 @settings(max_examples=300)
@@ -71,7 +77,7 @@ def test_any_flipped_bit_shows(dtype: torch.dtype, shape: list[int], data: st.Da
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64], ids=str)
 def test_each_bit_of_a_word_shows(dtype: torch.dtype) -> None:
-    x = made(dtype, [ROW + 3])
+    x = made(dtype, [ROW_WORDS + 3])
     words = x.view(torch.int32)
     seen = {number(x)}
     for place in (0, 1, len(words) - 1):
@@ -94,7 +100,7 @@ def test_strides_don_t_matter(dtype: torch.dtype, a: int, b: int, c: int) -> Non
     beside = wide[:, :, 1::2]
     beside.copy_(x)
     turned = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    assert checksums([beside, turned, x.clone()]) == [number(x)] * 3
+    assert compute_checksums([beside, turned, x.clone()]) == [number(x)] * 3
 
 
 def test_where_it_lies_in_memory_doesn_t_matter() -> None:
@@ -110,10 +116,10 @@ def test_where_it_lies_in_memory_doesn_t_matter() -> None:
 
 def test_what_has_changed_places_shows() -> None:
     """Also where words differ in their highest bit alone, which sums modulo 2**64 see least of."""
-    x = made(torch.float64, [4 * ROW])
-    swapped = torch.cat([x[ROW : 2 * ROW], x[:ROW], x[2 * ROW :]])
+    x = made(torch.float64, [4 * ROW_WORDS])
+    swapped = torch.cat([x[ROW_WORDS : 2 * ROW_WORDS], x[:ROW_WORDS], x[2 * ROW_WORDS :]])
     pairs = x.view(-1, 2).flip(1).reshape(-1)
-    ones = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(ROW)
+    ones = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(ROW_WORDS)
     assert len({number(x), number(swapped), number(pairs), number(-x), number(-pairs)}) == 5
     assert number(ones) != number(-ones) and number(torch.zeros(8).double()) != number(
         -torch.zeros(8).double()
@@ -127,27 +133,31 @@ def test_many_at_once_and_none() -> None:
         torch.empty(0),
         torch.tensor(True),
     ]
-    assert checksums(xs) == [number(x) for x in xs] and len(set(checksums(xs))) == len(xs)
-    assert checksums([]) == []
+    assert compute_checksums(xs) == [number(x) for x in xs] and len(
+        set(compute_checksums(xs))
+    ) == len(xs)
+    assert compute_checksums([]) == []
     alike = list(made(torch.float32, [5000, 7]))  # too many to be mixed at once
-    assert checksums([*alike, torch.tensor(3.0)]) == [
+    assert compute_checksums([*alike, torch.tensor(3.0)]) == [
         *map(number, alike),
         number(torch.tensor(3.0)),
     ]
 
 
 def test_several_pieces_and_levels_are_one_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = made(torch.float32, [5 * ROW + 11])
+    x = made(torch.float32, [5 * ROW_WORDS + 11])
     found = number(x)
-    monkeypatch.setattr(checksum, "PIECE", 1)
+    monkeypatch.setattr(checksum, "ROWS_AT_ONCE", 1)
     assert number(x) == found
-    monkeypatch.setattr(checksum, "ROW", 16)  # then there are several levels, and other weights
-    checksum._weights.cache_clear()
+    monkeypatch.setattr(
+        checksum, "ROW_WORDS", 16
+    )  # then there are several levels, and other weights
+    checksum._make_weights.cache_clear()
     y = x.clone()
     y.view(torch.int32)[77] ^= 1
     assert number(x) != number(y) and number(x) == number(x.clone())
     monkeypatch.undo()
-    checksum._weights.cache_clear()
+    checksum._make_weights.cache_clear()
     assert number(x) == found
 
 
@@ -157,9 +167,9 @@ WORD = 1 << 64
 def reference(words: list[int], level: int = 0) -> int:
     """The same in plain Python."""
     rows = []
-    for start in range(0, len(words), ROW):
+    for start in range(0, len(words), ROW_WORDS):
         total = 0
-        for place, x in enumerate(words[start : start + ROW], level * ROW + 1):
+        for place, x in enumerate(words[start : start + ROW_WORDS], level * ROW_WORDS + 1):
             z = place * 0x9E3779B97F4A7C15 % WORD
             z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % WORD
             z = (z ^ z >> 27) * 0x94D049BB133111EB % WORD
@@ -169,7 +179,7 @@ def reference(words: list[int], level: int = 0) -> int:
 
 
 def test_it_is_what_the_reference_gives() -> None:
-    x = made(torch.uint8, [8 * (2 * ROW + 100) + 3])
+    x = made(torch.uint8, [8 * (2 * ROW_WORDS + 100) + 3])
     data = bytes(x.tolist()) + bytes(5)
     words = [int.from_bytes(data[start : start + 8], "little") for start in range(0, len(data), 8)]
     assert number(x) % WORD == reference(words)
@@ -178,13 +188,13 @@ def test_it_is_what_the_reference_gives() -> None:
 
 def test_gpus_multiply_alike() -> None:
     rows, weights = made(torch.int64, [3, 40]), made(torch.int64, [40], seed=1)
-    assert torch.equal(elementwise(rows, weights), weighted(rows, weights))
+    assert torch.equal(multiply_elementwise(rows, weights), multiply_matrix_vector(rows, weights))
 
 
 def test_bytes_are_not_copied_where_they_lie_in_order() -> None:
     x = torch.randn(4, 5)
-    assert flat(x).data_ptr() == x.data_ptr() and flat(x.t()).data_ptr() != x.data_ptr()
-    assert flat(x.t()).view(torch.float32).tolist() == x.t().reshape(-1).tolist()
+    assert view_bytes(x).data_ptr() == x.data_ptr() and view_bytes(x.t()).data_ptr() != x.data_ptr()
+    assert view_bytes(x.t()).view(torch.float32).tolist() == x.t().reshape(-1).tolist()
 
 
 @pytest.mark.gpu
@@ -192,6 +202,6 @@ def test_bytes_are_not_copied_where_they_lie_in_order() -> None:
     not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none"
 )
 def test_a_gpu_finds_the_same() -> None:
-    xs = [made(dtype, [3, ROW + 5], seed) for seed, dtype in enumerate(DTYPES)]
-    assert checksums([x.cuda() for x in xs]) == checksums(xs)
-    assert checksums([xs[0].cuda(), xs[1], xs[2].cuda()]) == checksums(xs[:3])
+    xs = [made(dtype, [3, ROW_WORDS + 5], seed) for seed, dtype in enumerate(DTYPES)]
+    assert compute_checksums([x.cuda() for x in xs]) == compute_checksums(xs)
+    assert compute_checksums([xs[0].cuda(), xs[1], xs[2].cuda()]) == compute_checksums(xs[:3])

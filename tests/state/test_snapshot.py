@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError
-from paceline.state.snapshot import Snapshot, lift, loads, lower, pack
+from paceline.state.snapshot import (
+    Snapshot,
+    convert_for_safetensors,
+    make_snapshot,
+    restore_dtypes,
+    snapshot_from_bytes,
+)
 
 DTYPES = [
     *(
@@ -40,11 +46,11 @@ DTYPES = [
 
 def there_and_back(value: Any) -> Any:
     """Through JSON and safetensors, as a checkpoint does."""
-    snapshot = loads(pack(value).dumps())
-    assert snapshot.sha256() == pack(value).sha256()
+    snapshot = snapshot_from_bytes(make_snapshot(value).to_bytes())
+    assert snapshot.compute_sha256() == make_snapshot(value).compute_sha256()
     return Snapshot(
         snapshot.version, json.loads(json.dumps(snapshot.tree)), snapshot.tensors
-    ).unpack()
+    ).unpack_state()
 
 
 def same(one: Tensor, other: Tensor) -> bool:
@@ -95,7 +101,7 @@ def test_strides_and_odd_views() -> None:
 
 def test_one_tensor_under_two_names_stays_one() -> None:
     weight = nn.Parameter(torch.randn(3, 3))
-    snapshot = pack({"embedding": weight, "head": weight.data, "transposed": weight.t()})
+    snapshot = make_snapshot({"embedding": weight, "head": weight.data, "transposed": weight.t()})
     assert len(snapshot.tensors) == 2
     back = there_and_back({"embedding": weight, "head": weight.data, "transposed": weight.t()})
     assert back["embedding"] is back["head"]
@@ -176,33 +182,36 @@ def test_numpy() -> None:
 )
 def test_what_cannot_be_kept_is_named(thing: Any) -> None:
     with pytest.raises(CheckpointError, match=r"optimizer/state/0/x' is a .*dicts, lists"):
-        pack({"optimizer": {"state": {0: {"x": thing}}}})
+        make_snapshot({"optimizer": {"state": {0: {"x": thing}}}})
 
 
 def test_a_loop_is_found() -> None:
     loop: list[Any] = []
     loop.append([loop])
     with pytest.raises(CheckpointError, match="contains itself"):
-        pack(loop)
+        make_snapshot(loop)
     twice: list[int] = [1]
-    assert pack([twice, twice]).unpack() == [[1], [1]]  # the same list twice is no loop
+    assert make_snapshot([twice, twice]).unpack_state() == [
+        [1],
+        [1],
+    ]  # the same list twice is no loop
 
 
 def test_a_snapshot_does_not_change_with_what_it_was_taken_of() -> None:
     x, array = torch.ones(3), np.ones(3)
-    snapshot, before = pack([x, array]), pack([x, array]).sha256()
+    snapshot, before = make_snapshot([x, array]), make_snapshot([x, array]).compute_sha256()
     x.zero_()
     array[:] = 0
-    assert snapshot.sha256() == before
-    snapshot.unpack()[0].zero_()
-    assert snapshot.sha256() == before
+    assert snapshot.compute_sha256() == before
+    snapshot.unpack_state()[0].zero_()
+    assert snapshot.compute_sha256() == before
 
 
 def test_hash_sees_every_bit_and_nothing_else() -> None:
     base: dict[Any, Any] = {0: torch.zeros(2), 1: torch.ones(2, 3), "lr": 0.1}
-    reference = pack(base).sha256()
-    assert pack(dict(reversed(base.items()))).sha256() == reference
-    assert pack({**base, 1: torch.ones(3, 2).t()}).sha256() == reference
+    reference = make_snapshot(base).compute_sha256()
+    assert make_snapshot(dict(reversed(base.items()))).compute_sha256() == reference
+    assert make_snapshot({**base, 1: torch.ones(3, 2).t()}).compute_sha256() == reference
     changed = torch.zeros(2)
     changed[1] = -0.0
     for other in (
@@ -212,12 +221,12 @@ def test_hash_sees_every_bit_and_nothing_else() -> None:
         {"lr": 0.1000000001},
         {"lr": None},
     ):
-        assert pack({**base, **other}).sha256() != reference
+        assert make_snapshot({**base, **other}).compute_sha256() != reference
 
 
 def test_lowered_tensors_are_their_own() -> None:
     base = torch.randn(10)
-    plain, notes = lower(
+    plain, notes = convert_for_safetensors(
         {
             "a": base[:5],
             "b": base[5:],
@@ -228,32 +237,32 @@ def test_lowered_tensors_are_their_own() -> None:
     assert plain["a"].untyped_storage().nbytes() == 20
     assert plain["c"].shape == (2, 2)  # readable by whoever opens the file
     assert notes == {"c": ["complex64", [2]], "u": ["uint16", [2]]}
-    assert lift(plain, notes)["u"].dtype is torch.uint16
+    assert restore_dtypes(plain, notes)["u"].dtype is torch.uint16
 
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("length", [0, 1, 2])
 def test_slices_of_hardly_anything(stride: int, length: int) -> None:
     x = torch.arange(8.0)[: length * stride : stride]
-    snapshot = pack({"x": x}, copy=False)
+    snapshot = make_snapshot({"x": x}, copy=False)
     assert (
-        torch.equal(loads(snapshot.dumps()).unpack()["x"], x)
-        and snapshot.sha256() == pack({"x": x.clone()}).sha256()
+        torch.equal(snapshot_from_bytes(snapshot.to_bytes()).unpack_state()["x"], x)
+        and snapshot.compute_sha256() == make_snapshot({"x": x.clone()}).compute_sha256()
     )
 
 
 def test_what_cannot_be_read_is_known_before() -> None:
-    whole = pack({"a": [torch.ones(2), {1: float("nan")}], "b": np.ones(2)})
-    whole.check()
+    whole = make_snapshot({"a": [torch.ones(2), {1: float("nan")}], "b": np.ones(2)})
+    whole.check_readable()
     with pytest.raises(CheckpointError, match="state has 'moon'"):
-        Snapshot(0, {"a": [{"$": "tuple", "items": [{"$": "moon"}]}]}, {}).check()
+        Snapshot(0, {"a": [{"$": "tuple", "items": [{"$": "moon"}]}]}, {}).check_readable()
     with pytest.raises(
         CheckpointError, match="the tensor 'a/0', which is missing; it has 1 others"
     ):
-        Snapshot(0, whole.tree, {"b": whole.tensors["b"]}).check()
+        Snapshot(0, whole.tree, {"b": whole.tensors["b"]}).check_readable()
 
 
 @pytest.mark.parametrize("data", [b"", b"short", b"\xff" * 40, b"\x02" + b"\0" * 7 + b"{}"])
 def test_bytes_that_are_no_snapshot(data: bytes) -> None:
     with pytest.raises(CheckpointError, match="are not a snapshot"):
-        loads(data)
+        snapshot_from_bytes(data)

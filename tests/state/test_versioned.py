@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.snapshot import loads, pack
-from paceline.state.versioned import Randomness, UnownedParameters, Versioned
+from paceline.state.snapshot import make_snapshot, snapshot_from_bytes
+from paceline.state.versioned import GeneratorStates, UnownedParameters, VersionedState
 
 
 def test_freed_tensors_are_not_taken_for_each_other() -> None:
@@ -25,7 +25,7 @@ def test_freed_tensors_are_not_taken_for_each_other() -> None:
 
         def load_state_dict(self, state: Any) -> None: ...
 
-    both = Versioned(one=State(), two=State()).snapshot().unpack()
+    both = VersionedState(one=State(), two=State()).take_snapshot().unpack_state()
     assert [both["two"][str(i)][0].item() for i in range(20)] == list(range(20))
 
 
@@ -35,14 +35,16 @@ def test_freed_tensors_are_not_taken_for_each_other() -> None:
 
 def training(
     width: int = 8, kind: type[torch.optim.Optimizer] = torch.optim.AdamW
-) -> tuple[Versioned, Any]:
+) -> tuple[VersionedState, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 2)
     )
     optimizer = kind(model.parameters(), lr=0.05)  # type: ignore[call-arg]
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
-    state = Versioned(model=model, optimizer=optimizer, scheduler=scheduler, random=Randomness())
+    state = VersionedState(
+        model=model, optimizer=optimizer, scheduler=scheduler, random=GeneratorStates()
+    )
 
     def step() -> float:
         loss = model(torch.randn(6, 4)).square().mean() + random.random() + np.random.rand()
@@ -50,7 +52,7 @@ def training(
         loss.backward()
         optimizer.step()
         scheduler.step(loss.item())
-        state.advance()
+        state.advance_version()
         return loss.item()
 
     return state, step
@@ -65,31 +67,31 @@ def test_going_back_and_forth_gives_the_same_bits(kind: type[torch.optim.Optimiz
     state, step = training(kind=kind)
     for _ in range(3):
         step()
-    before = state.snapshot()
-    first, end = [step() for _ in range(5)], state.hash()
-    for source in (before, loads(before.dumps())):
-        state.restore(source)
+    before = state.take_snapshot()
+    first, end = [step() for _ in range(5)], state.compute_hash()
+    for source in (before, snapshot_from_bytes(before.to_bytes())):
+        state.restore_snapshot(source)
         assert state.version == 3
-        assert state.hash() == before.sha256()
+        assert state.compute_hash() == before.compute_sha256()
         assert [step() for _ in range(5)] == first
-        assert state.hash() == end
+        assert state.compute_hash() == end
 
 
 def test_a_new_process_goes_on_where_the_old_one_was() -> None:
     state, step = training()
     step()
-    saved = state.snapshot().dumps()
+    saved = state.take_snapshot().to_bytes()
     expected = [step() for _ in range(4)]
     again, step = training()
-    again.restore(loads(saved))
+    again.restore_snapshot(snapshot_from_bytes(saved))
     assert [step() for _ in range(4)] == expected
 
 
 def test_random_generators_in_full() -> None:
     random.gauss(0, 1)  # leaves a second value behind, which is part of the state
     np.random.randn()
-    randomness = Randomness()
-    state = loads(pack(randomness.state_dict()).dumps()).unpack()
+    randomness = GeneratorStates()
+    state = snapshot_from_bytes(make_snapshot(randomness.state_dict()).to_bytes()).unpack_state()
     draw = lambda: (  # noqa: E731
         random.gauss(0, 1),
         random.random(),
@@ -105,30 +107,34 @@ def test_another_model_is_one_error_with_the_first_differences() -> None:
     state, _ = training(width=8)
     other, step = training(width=9)
     step()
-    before = other.hash()
+    before = other.compute_hash()
     with pytest.raises(CheckpointError) as caught:
-        other.restore(state.snapshot())
+        other.restore_snapshot(state.take_snapshot())
     assert "model.0.weight is float32[8, 4] in it, float32[9, 4] here" in str(caught.value)
     assert "more" in str(caught.value)
-    assert other.hash() == before
+    assert other.compute_hash() == before
 
 
 def test_other_parts_and_groups_are_named() -> None:
     model = nn.Linear(2, 2)
-    snapshot = Versioned(model=model, optimizer=torch.optim.SGD(model.parameters())).snapshot()
+    snapshot = VersionedState(
+        model=model, optimizer=torch.optim.SGD(model.parameters())
+    ).take_snapshot()
     with pytest.raises(CheckpointError, match=r"lacks scaler.*it has optimizer"):
-        Versioned(model=model, scaler=torch.amp.GradScaler("cpu")).restore(snapshot)
+        VersionedState(model=model, scaler=torch.amp.GradScaler("cpu")).restore_snapshot(snapshot)
     groups = [{"params": [model.weight]}, {"params": [model.bias]}]
     with pytest.raises(
         CheckpointError, match=r"groups of \[2\] parameters in it, of \[1, 1\] here"
     ):
-        Versioned(model=model, optimizer=torch.optim.SGD(groups, lr=0.1)).restore(snapshot)
+        VersionedState(model=model, optimizer=torch.optim.SGD(groups, lr=0.1)).restore_snapshot(
+            snapshot
+        )
     with pytest.raises(
         CheckpointError, match=r"model\.weight is float32\[2, 2\] in it, float64\[2, 2\] here"
     ):
-        Versioned(
+        VersionedState(
             model=nn.Linear(2, 2).double(), optimizer=torch.optim.SGD(model.parameters())
-        ).restore(snapshot)
+        ).restore_snapshot(snapshot)
 
 
 def test_a_part_that_refuses_its_state_is_named() -> None:
@@ -139,12 +145,12 @@ def test_a_part_that_refuses_its_state_is_named() -> None:
         def load_state_dict(self, state: dict[str, int]) -> None:
             raise KeyError("b")
 
-    state = Versioned(model=nn.Linear(1, 1), picky=Picky())
+    state = VersionedState(model=nn.Linear(1, 1), picky=Picky())
     with pytest.raises(
         CheckpointError,
         match=r"picky \(.*Picky\) refused its state \(model had been loaded before it\): 'b'",
     ):
-        state.restore(state.snapshot())
+        state.restore_snapshot(state.take_snapshot())
 
 
 def test_parameters_of_no_model() -> None:
@@ -152,20 +158,20 @@ def test_parameters_of_no_model() -> None:
         UnownedParameters(),
         [nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor(3.0))],
     )
-    state = Versioned(model=nn.Linear(1, 1))
-    kept.add([], state)
-    before = state.snapshot()
-    kept.add(weights, state)
-    saved = state.snapshot()
+    state = VersionedState(model=nn.Linear(1, 1))
+    kept.add_parameters([], state)
+    before = state.take_snapshot()
+    kept.add_parameters(weights, state)
+    saved = state.take_snapshot()
     with torch.no_grad():
         for weight in weights:
             weight.zero_()
     # written by a paceline that didn't save them
-    assert state.restore(before) == ("parameters of no model",)
+    assert state.restore_snapshot(before) == ("parameters of no model",)
     assert [float(weight.detach().sum()) for weight in weights] == [0.0, 0.0]
-    assert state.restore(saved) == ()
+    assert state.restore_snapshot(saved) == ()
     assert [float(weight.detach().sum()) for weight in weights] == [3.0, 3.0]
-    kept.add([nn.Parameter(torch.ones(4))], state)
+    kept.add_parameters([nn.Parameter(torch.ones(4))], state)
     with pytest.raises(
         CheckpointError,
         match=(
@@ -173,29 +179,33 @@ def test_parameters_of_no_model() -> None:
             r"model"
         ),
     ):
-        state.restore(saved)
+        state.restore_snapshot(saved)
 
 
 def test_the_state_of_another_optimizer() -> None:
     model = nn.Linear(1, 1)
-    saved = Versioned(optimizer=torch.optim.SGD(model.parameters(), 0.1)).snapshot()
-    older = saved.unpack()
+    saved = VersionedState(optimizer=torch.optim.SGD(model.parameters(), 0.1)).take_snapshot()
+    older = saved.unpack_state()
     del older["classes"]  # a paceline that didn't say them yet
     with pytest.raises(
         CheckpointError,
         match=r"optimizer \(AdamW\) refused its state: it is of another optimizer, without betas, eps",  # noqa: E501
     ):
-        Versioned(optimizer=torch.optim.AdamW(model.parameters())).restore(pack(older))
+        VersionedState(optimizer=torch.optim.AdamW(model.parameters())).restore_snapshot(
+            make_snapshot(older)
+        )
     del older["optimizer"]["param_groups"][0]["foreach"]  # a torch that didn't have it yet
-    Versioned(optimizer=torch.optim.SGD(model.parameters(), 0.1)).restore(pack(older))
+    VersionedState(optimizer=torch.optim.SGD(model.parameters(), 0.1)).restore_snapshot(
+        make_snapshot(older)
+    )
 
 
 def test_optimizers_and_schedulers_of_another_class_are_named() -> None:
     """Their states fit, as torch sees it."""
     optimizer = torch.optim.AdamW(nn.Linear(1, 1).parameters())
-    saved = Versioned(
+    saved = VersionedState(
         optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    ).snapshot()
+    ).take_snapshot()
     other = torch.optim.RAdam(nn.Linear(1, 1).parameters())
     with pytest.raises(
         CheckpointError,
@@ -204,15 +214,15 @@ def test_optimizers_and_schedulers_of_another_class_are_named() -> None:
             r"here"
         ),
     ):
-        Versioned(optimizer=other, scheduler=torch.optim.lr_scheduler.ConstantLR(other)).restore(
-            saved
-        )
+        VersionedState(
+            optimizer=other, scheduler=torch.optim.lr_scheduler.ConstantLR(other)
+        ).restore_snapshot(saved)
 
 
 def test_names_and_parts_are_checked() -> None:
-    state = Versioned(model=nn.Linear(1, 1))
+    state = VersionedState(model=nn.Linear(1, 1))
     with pytest.raises(UsageError, match="'model' already"):
-        state.add("model", nn.Linear(1, 1))
+        state.add_part("model", nn.Linear(1, 1))
     with pytest.raises(UsageError, match="without state_dict"):
-        state.add("x", object())  # type: ignore[arg-type]
+        state.add_part("x", object())  # type: ignore[arg-type]
     assert state.names == ("model",)

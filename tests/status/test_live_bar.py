@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.status import live_bar
-from paceline.status.live_bar import LiveBar, capable, draw, reflows
+from paceline.status.live_bar import LiveBar, can_show_bar, draw_status, reflows_lines
 from paceline.status.run_status import RunStatus
 from tests.harness.terminal_screen import TerminalScreen
 
@@ -27,10 +27,11 @@ WHOLE = RunStatus(
 def lines(status: RunStatus, columns: int, height: int = 5, *, plain: bool = False) -> list[str]:
     """What is drawn, without colours."""
     found = [
-        re.sub(r"\x1b\[[\d;]*m", "", text) for _, text in draw(status, columns, height, plain=plain)
+        re.sub(r"\x1b\[[\d;]*m", "", text)
+        for _, text in draw_status(status, columns, height, plain=plain)
     ]
     assert [len(text) for text in found] == [
-        cells for cells, _ in draw(status, columns, height, plain=plain)
+        cells for cells, _ in draw_status(status, columns, height, plain=plain)
     ]
     return found
 
@@ -88,9 +89,11 @@ def test_it_fits_any_terminal(columns: int, height: int) -> None:
 def test_colours_are_there_unless_nobody_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    assert "\x1b[36m" in draw(WHOLE, 100, 5)[0][1]
+    assert "\x1b[36m" in draw_status(WHOLE, 100, 5)[0][1]
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not re.search(r"\x1b\[[\d;]*3\dm", "".join(text for _, text in draw(WHOLE, 100, 5)))
+    assert not re.search(
+        r"\x1b\[[\d;]*3\dm", "".join(text for _, text in draw_status(WHOLE, 100, 5))
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,14 +109,14 @@ def test_colours_are_there_unless_nobody_wants_them(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_which_terminals_have_one(environ: dict[str, str], can: bool) -> None:
-    assert capable(environ) == can
+    assert can_show_bar(environ) == can
 
 
 def test_terminals_that_leave_long_lines_as_they_are() -> None:
     assert (
-        reflows({})
-        and not reflows({"XTERM_VERSION": "XTerm(372)"})
-        and not reflows({"STY": "1234.pts-0"})
+        reflows_lines({})
+        and not reflows_lines({"XTERM_VERSION": "XTerm(372)"})
+        and not reflows_lines({"STY": "1234.pts-0"})
     )
 
 
@@ -125,15 +128,15 @@ class Shown:
         self.bar = LiveBar(self.screen.size)
 
     def write(self, text: str) -> None:
-        self.screen.feed(self.bar.away())
+        self.screen.feed(self.bar.erase_bar())
         self.screen.feed(text)
         self.above.feed(text)
-        self.bar.wrote(text.encode())
-        self.screen.feed(self.bar.back())
+        self.bar.note_output(text.encode())
+        self.screen.feed(self.bar.draw_bar())
 
     def show(self, step: int) -> None:
-        self.bar.follow(replace(WHOLE, step=step))
-        self.screen.feed(self.bar.again())
+        self.bar.set_status(replace(WHOLE, step=step))
+        self.screen.feed(self.bar.redraw_bar())
 
 
 def test_text_comes_above_it() -> None:
@@ -145,7 +148,7 @@ def test_text_comes_above_it() -> None:
     assert (
         found[:3] == ["line 1", "line 2", "line 3"] and "step 3/800" in found[3] and len(found) == 6
     )
-    shown.screen.feed(shown.bar.leave())
+    shown.screen.feed(shown.bar.leave_on_screen())
     shown.screen.feed("last\n")
     assert [text[:8] for text in shown.screen.text()] == [
         "line 1",
@@ -157,7 +160,7 @@ def test_text_comes_above_it() -> None:
         "last",
         "",
     ]
-    assert shown.bar.away() == shown.bar.leave() == ""
+    assert shown.bar.erase_bar() == shown.bar.leave_on_screen() == ""
 
 
 def test_a_status_is_laid_out_once_however_much_is_written_above_it(
@@ -166,8 +169,10 @@ def test_a_status_is_laid_out_once_however_much_is_written_above_it(
     shown, made = Shown(100), list[int]()
     monkeypatch.setattr(
         live_bar,
-        "draw",
-        lambda status, *args, **options: made.append(status.step) or draw(status, *args, **options),
+        "draw_status",
+        lambda status, *args, **options: (
+            made.append(status.step) or draw_status(status, *args, **options)
+        ),
     )
     for step in (1, 2):
         shown.show(step)
@@ -218,5 +223,5 @@ def test_text_stays_as_it_was_written(steps: list[object]) -> None:
             assert isinstance(step, float)
             shown.screen.resize(int(step))
             shown.above.resize(int(step))
-    shown.screen.feed(shown.bar.away())
+    shown.screen.feed(shown.bar.erase_bar())
     assert "".join(shown.screen.text()) == "".join(shown.above.text())

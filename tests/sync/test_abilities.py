@@ -82,11 +82,11 @@ class Bare:
     def attach(self, slots: Sequence[Slot]) -> None:
         self._inner.attach(slots)
 
-    def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        self._inner.ready(number, grad, scale)
+    def take_gradient(self, number: int, grad: Tensor, scale: float) -> None:
+        self._inner.take_gradient(number, grad, scale)
 
-    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        return [(number, mean.clone()) for number, mean in self._inner.backward_done(where)]
+    def end_backward(self, where: str) -> list[tuple[int, Tensor]]:
+        return [(number, mean.clone()) for number, mean in self._inner.end_backward(where)]
 
     def commit(self) -> None:
         self._inner.commit()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.comm.schedule import SCHEDULES
 from paceline.errors import Mismatch, UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce, AllReduceSync
 from tests.harness.runs import alone, batches, distance, parameters, workers
@@ -318,7 +318,8 @@ def test_memory_is_not_allocated_anew_in_each_step() -> None:
 def test_notation() -> None:
     assert (
         repr(AllReduce()) == "AllReduce()"
-        and spell(AllReduce(via="ring", bucket_mb=2)) == "AllReduce(via='ring', bucket_mb=2)"
+        and format_as_call(AllReduce(via="ring", bucket_mb=2))
+        == "AllReduce(via='ring', bucket_mb=2)"
     )
 
 

@@ -18,7 +18,7 @@ from paceline.elastic.rollback import Rollback
 from paceline.elastic.transaction import RecoverableTransaction
 from paceline.errors import PacelineError, ReplicasDiffer, UsageError
 from paceline.session.run import Run
-from paceline.state.versioned import Randomness
+from paceline.state.versioned import GeneratorStates
 from paceline.sync.allreduce import AllReduce
 from tests.harness.compiling import COMPILES
 from tests.harness.jobs import PATIENCE
@@ -712,13 +712,13 @@ def test_a_mutant_that_does_not_communicate_or_ignores_weights_is_found(
             same(loop(plain), cuts=[None])
     from paceline.sync.autograd import GradientTracker
 
-    begin = GradientTracker._begin
+    begin = GradientTracker._begin_pass
 
     def unweighted(self: GradientTracker) -> None:
         begin(self)
         self._scale = 0.5
 
-    monkeypatch.setattr(GradientTracker, "_begin", unweighted)
+    monkeypatch.setattr(GradientTracker, "_begin_pass", unweighted)
     same(loop(plain), cuts=[None])
     with pytest.raises(AssertionError):
         same(loop(plain), cuts=[cut(1, 7)])
@@ -739,7 +739,7 @@ def test_gradients_in_memory_of_the_script_stay_there(used: str) -> None:
             flat.zero_()
             if number % 2 or used == "everywhere" or run.rank == 0:
                 F.mse_loss(model(x), y).backward()
-            run._loop.ready("the test")
+            run._loop.exchange_due_gradients("the test")
             if used == "everywhere":
                 F.l1_loss(model(x), y).backward()
             with torch.no_grad():
@@ -773,14 +773,14 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
         def recover(error: PacelineError) -> None:
             run._context.step_state.exchange_closed = True  # as the living agree
 
-        rollback = Rollback(dict, [model], Randomness(run.device), run._backward)
+        rollback = Rollback(dict, [model], GeneratorStates(run.device), run._backward)
         run._prepared.epochs.recover_by(
             RecoverableTransaction(run._loop.turns, run._backward, rollback, run._prepared.tables),
             lambda loader: 0,
         )
         run._agreement.recovery = recover
         # or workers would meet in a step that happens to come a second later
-        run._collector._meetings.next_step = 100
+        run._collector._meetings.next_server = 100
         turns = iter(loader)
         last = run.rank == 2
         for number in range(3):

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
 from paceline.session.run import Run
-from paceline.sync.autograd_engine import leave, listen
+from paceline.sync.autograd_engine import add_pass_listener, remove_pass_listener
 from tests.harness.runs import batches, distance, parameters, workers
 
 
@@ -26,18 +26,18 @@ class Recorder:
         self.x, self.seen = x, list[list[float] | None]()
         self.elsewhere = 0
 
-    def pass_begins(self) -> None:
+    def handle_pass(self) -> None:
         self.seen.append(None if self.x.grad is None else self.x.grad.tolist())
 
-    def pass_elsewhere(self) -> None:
+    def handle_pass_elsewhere(self) -> None:
         self.elsewhere += 1
 
 
 def test_every_pass_is_announced_before_it_adds_to_gradients() -> None:
     engine, x = Variable._execution_engine, torch.ones(2, requires_grad=True)
     recorder = Recorder(x)
-    listen(recorder)
-    listen(recorder)  # harmless
+    add_pass_listener(recorder)
+    add_pass_listener(recorder)  # harmless
     try:
         x.sum().backward()
         (3 * x).sum().backward()
@@ -50,7 +50,7 @@ def test_every_pass_is_announced_before_it_adds_to_gradients() -> None:
         x.sum().backward()
         assert (len(recorder.seen), recorder.elsewhere) == (6, 0)
     finally:
-        leave(recorder)
+        remove_pass_listener(recorder)
     assert Variable._execution_engine is engine
     x.sum().backward()
     assert len(recorder.seen) == 6
@@ -59,14 +59,14 @@ def test_every_pass_is_announced_before_it_adds_to_gradients() -> None:
 def test_a_pass_in_another_thread_may_be_of_any_listener() -> None:
     x = torch.ones(2, requires_grad=True)
     recorder = Recorder(x)
-    listen(recorder)
+    add_pass_listener(recorder)
     try:
         for own in (False, True):
             thread = threading.Thread(target=passes, args=(x, Recorder(x) if own else None))
             thread.start()
             thread.join()
     finally:
-        leave(recorder)
+        remove_pass_listener(recorder)
     assert (recorder.seen, recorder.elsewhere) == ([], 1)
 
 
@@ -75,36 +75,36 @@ def test_a_thread_that_has_the_number_of_an_ended_one_is_another() -> None:
     x = torch.ones(2, requires_grad=True)
     kept = Recorder(x)
     try:
-        for act in (lambda: listen(kept), *[x.sum().backward] * 5):
+        for act in (lambda: add_pass_listener(kept), *[x.sum().backward] * 5):
             thread = threading.Thread(target=act)
             thread.start()
             thread.join()
     finally:
-        leave(kept)
+        remove_pass_listener(kept)
     assert (kept.seen, kept.elsewhere) == ([], 5)
 
 
 def passes(x: Tensor, own: Recorder | None) -> None:
     if own is not None:
-        listen(own)
+        add_pass_listener(own)
     x.sum().backward()
     if own is not None:
-        leave(own)
+        remove_pass_listener(own)
         assert (len(own.seen), own.elsewhere) == (1, 0)
 
 
 def test_what_listens_no_more_is_forgotten() -> None:
     engine, x = Variable._execution_engine, torch.ones(2, requires_grad=True)
     one, other = Recorder(x), Recorder(x)
-    listen(one)
-    listen(other)
-    leave(one)
+    add_pass_listener(one)
+    add_pass_listener(other)
+    remove_pass_listener(one)
     x.sum().backward()
     assert (len(one.seen), len(other.seen)) == (0, 1)
     del other
     gc.collect()
     x.sum().backward()
-    leave(one)
+    remove_pass_listener(one)
     assert Variable._execution_engine is engine
 
 

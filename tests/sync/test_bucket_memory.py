@@ -259,9 +259,9 @@ def test_a_loop_that_keeps_nothing_has_one_memory_and_one_that_does_gives_it_bac
             F.mse_loss(model(x), y).backward()
             optimizer.step()
             assert exchange._buckets._memory is not None
-            shelf = exchange._buckets._memory._all[0]
-            counts.append(len(shelf._all))
-            assert (shelf.memory is shelf._all[0]) == (number != 2), (
+            shelf = exchange._buckets._memory._copies_by_bucket[0]
+            counts.append(len(shelf._copies))
+            assert (shelf.current is shelf._copies[0]) == (number != 2), (
                 "the first memory is taken again"
             )
             keep = [p.grad for p in model.parameters()] if number == 1 else []
@@ -285,11 +285,11 @@ class Made:
     def __init__(self) -> None:
         self.made, self.released = 0, 0
 
-    def beside(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def allocate_substitute(self, numel: int, dtype: torch.dtype) -> Tensor:
         self.made += 1
         return torch.empty(numel, dtype=dtype)
 
-    def release(self, flat: Tensor) -> None:
+    def release_memory(self, flat: Tensor) -> None:
         self.released += 1
 
 
@@ -319,7 +319,7 @@ def bucket(
 def test_memory_of_any_type_knows_who_holds_it(dtype: torch.dtype) -> None:
     found, parameters = bucket((3, 4), (5,), dtype=dtype)
     memory = BucketCopy(0, found, found.flat)
-    assert not memory.held(parameters)
+    assert not memory.is_held(parameters)
     assert all(
         a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
         for a, b in zip(memory.views, found.views, strict=True)
@@ -327,39 +327,39 @@ def test_memory_of_any_type_knows_who_holds_it(dtype: torch.dtype) -> None:
     for p, view in zip(parameters, memory.views, strict=True):
         p.grad = view
     del view
-    assert not memory.held(parameters), "gradients themselves are nobody else's"
+    assert not memory.is_held(parameters), "gradients themselves are nobody else's"
     for holds in (lambda g: g, lambda g: g.detach(), lambda g: g[0], lambda g: {"a": [g]}):
         something = holds(parameters[1].grad)
-        assert memory.held(parameters)
+        assert memory.is_held(parameters)
         parameters[1].grad = None
-        assert memory.held(parameters)
+        assert memory.is_held(parameters)
         del something
-        assert not memory.held(parameters)
+        assert not memory.is_held(parameters)
         parameters[1].grad = memory.views[1]
     parameters[0].grad = memory.views[1] if dtype is None else None
     other = nn.Parameter(torch.zeros(5, dtype=dtype))
     other.grad = memory.views[1]  # of a model that isn't ours
     parameters[1].grad = None
-    assert memory.held(parameters)
+    assert memory.is_held(parameters)
 
 
 def test_a_shelf_grows_with_what_is_kept_and_shrinks_to_one_spare() -> None:
     found, parameters = bucket((2, 2), (3,))
     maker = Made()
     shelf = BucketCopies(0, found, parameters, maker)
-    first = shelf.memory
-    assert not shelf.renew() and maker.made == 0
-    held = [[view.detach() for view in shelf.memory.views]]
+    first = shelf.current
+    assert not shelf.choose_memory() and maker.made == 0
+    held = [[view.detach() for view in shelf.current.views]]
     for _ in range(3):
-        assert shelf.renew()
-        held.append([shelf.memory.views[0]])
-    assert maker.made == 3 and len(shelf._all) == 4
+        assert shelf.choose_memory()
+        held.append([shelf.current.views[0]])
+    assert maker.made == 3 and len(shelf._copies) == 4
     held.clear()
-    assert shelf.renew() and shelf.memory is first and maker.released == 0
-    held = [[shelf.memory.views[1]]]
-    assert shelf.renew() and shelf.memory is not first and maker.made == 3
-    assert len(shelf._all) == 2 and maker.released == 2
-    assert not shelf.renew(), "the first is kept, and nothing of the second"
+    assert shelf.choose_memory() and shelf.current is first and maker.released == 0
+    held = [[shelf.current.views[1]]]
+    assert shelf.choose_memory() and shelf.current is not first and maker.made == 3
+    assert len(shelf._copies) == 2 and maker.released == 2
+    assert not shelf.choose_memory(), "the first is kept, and nothing of the second"
     shelf.close()
     assert maker.released == 4
 
@@ -399,7 +399,7 @@ def shared(group: Group, keeps: set[int], hosts: tuple[int, ...]) -> tuple[bool,
                 del held[:3]
         exchange = run._backward.sync
         assert isinstance(exchange, AllReduceSync) and exchange._buckets._memory is not None
-        memories = max(len(shelf._all) for shelf in exchange._buckets._memory._all)
+        memories = max(len(shelf._copies) for shelf in exchange._buckets._memory._copies_by_bucket)
         assert (memories > 1) == (group.rank in keeps)
     gc.collect()
     return all(torch.equal(g, then) for g, then in held), parameters(model).tolist()
@@ -420,7 +420,9 @@ def test_in_shared_memory_whoever_keeps_and_after_the_run(keeps: set[int]) -> No
 def test_over_two_hosts() -> None:
     def body(rank: int, size: int, store: Store) -> tuple[bool, list[float]]:
         flat = SharedGroup.from_store(store, rank, size, deadline=60)
-        inner = SharedGroup.from_store(store.sub(f"host{rank // 2}"), rank % 2, 2, deadline=60)
+        inner = SharedGroup.from_store(
+            store.open_substore(f"host{rank // 2}"), rank % 2, 2, deadline=60
+        )
         group = HostsGroup(inner, flat.make_subgroup([0, 2]), flat, (0, 0, 1, 1), deadline=60)
         return shared(group, {1, 2}, (0, 0, 1, 1))
 

@@ -14,11 +14,18 @@ from paceline.codec.dense import half, int8
 from paceline.codec.sparse import topk
 from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
-from paceline.notation import parse, text
+from paceline.notation import format_notation, parse_notation
 from paceline.session.run import Run
 from paceline.sync import compressed
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.codec_auto import MEASURED, SKIPPED, CodecTrial, ExactSteps, attempt, predict
+from paceline.sync.codec_auto import (
+    MEASURED_STEPS,
+    SKIPPED_STEPS,
+    CodecTrial,
+    ExactSteps,
+    predict_step_seconds,
+    try_codec,
+)
 from paceline.sync.codec_cost import ExactRate
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.compressed_training import exchange, steps, train
@@ -26,12 +33,16 @@ from tests.harness.runs import workers
 from tests.harness.thread_groups import spawn
 
 # timed steps before it; the two before those have no time, or no buckets yet
-CHOICE = SKIPPED + MEASURED
+CHOICE = SKIPPED_STEPS + MEASURED_STEPS
 
 
 def record(step: float, shown: float, ready: list[tuple[int, float]]) -> ExactSteps:
     found = ExactSteps()
-    found.steps, found.shown, found.ready = [step] * CHOICE, [shown] * CHOICE, [ready] * CHOICE
+    found.measured_seconds, found.waited_seconds, found.departures = (
+        [step] * CHOICE,
+        [shown] * CHOICE,
+        [ready] * CHOICE,
+    )
     return found
 
 
@@ -41,19 +52,19 @@ def test_a_prediction_is_made_of_the_link_and_of_the_coding() -> None:
     exact = record(0.5, 0.3, [(0, 0.0), (1, 0.0)])
     # 1000 and 2000 elements: coded after 20 and 60 ms, gone after 20 + 11 and 60 + 12 ms, there 20
     # ms after the second
-    assert predict(exact, trial, [1000, 2000], rate) == pytest.approx(
+    assert predict_step_seconds(exact, trial, [1000, 2000], rate) == pytest.approx(
         0.5 - 0.3 + 0.02 + 0.04 + 0.012 + 0.02
     )
     # all of the link is hidden, but coding takes the processor from the model
     early = record(0.5, 0.3, [(0, 1.0), (1, 1.0)])
-    assert predict(early, trial, [1000, 2000], rate) == pytest.approx(0.5 - 0.3 + 0.09)
+    assert predict_step_seconds(early, trial, [1000, 2000], rate) == pytest.approx(0.5 - 0.3 + 0.09)
 
 
 def test_an_attempt_tells_bytes_and_stages() -> None:
     def work(group: Group) -> list[CodecTrial]:
         flat = torch.randn(4096, generator=torch.Generator().manual_seed(group.rank))
         return [
-            attempt(codec, flat, [flat.shape], group)
+            try_codec(codec, flat, [flat.shape], group)
             for codec in (gathered(half()), error_feedback(gathered(topk(0.01))))
         ]
 
@@ -132,8 +143,8 @@ def test_what_was_chosen_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_its_notation_and_where_it_is_refused() -> None:
     assert AllReduce(codec="auto") == AllReduce(codec=auto())
-    strategy = parse("AllReduce(codec=auto((half(), error_feedback(topk(0.01)))))")
-    assert parse(text(strategy)) == strategy
+    strategy = parse_notation("AllReduce(codec=auto((half(), error_feedback(topk(0.01)))))")
+    assert parse_notation(format_notation(strategy)) == strategy
     assert auto().candidates == (half(), int8())
     with pytest.raises(UsageError, match="a codec has a way of its own to sum"):
         AllReduce(via="ring", codec="auto")

@@ -15,7 +15,15 @@ from paceline.codec.dense import int4, int8
 from paceline.codec.sparse import topk
 from paceline.comm.group_protocol import Group
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.codec_cost import ExactRate, ExchangeCost, exposed, judge, measure, off, sampled
+from paceline.sync.codec_cost import (
+    ExactRate,
+    ExchangeCost,
+    exposed_seconds,
+    judge_codec,
+    measure_exact_rate,
+    relative_error,
+    sample_elements,
+)
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.strategy import LocalSGD
 from tests.harness.compressed_training import model, train
@@ -37,27 +45,27 @@ FACTS |= {"link": 12.5e6, "compared": "the mean"}
 
 def test_what_is_exposed_is_what_backward_could_not_hide() -> None:
     link = ExchangeCost(0.0, 1.0, 0.0)
-    assert exposed([], [], 5.0) == 0.0
-    assert exposed([0.0], [link], 5.0) == 0.0
-    assert exposed([4.5], [link], 5.0) == 0.5
+    assert exposed_seconds([], [], 5.0) == 0.0
+    assert exposed_seconds([0.0], [link], 5.0) == 0.0
+    assert exposed_seconds([4.5], [link], 5.0) == 0.5
     # one after the other from 0 to 9
-    assert exposed([0.0, 1.0, 2.0], [link._replace(link=3.0)] * 3, 5.0) == 4.0
+    assert exposed_seconds([0.0, 1.0, 2.0], [link._replace(link=3.0)] * 3, 5.0) == 4.0
     # in the order in which they are ready
-    assert exposed([2.0, 0.0], [ExchangeCost(0, 1, 0), ExchangeCost(0, 4, 0)], 4.0) == 1.0
+    assert exposed_seconds([2.0, 0.0], [ExchangeCost(0, 1, 0), ExchangeCost(0, 4, 0)], 4.0) == 1.0
 
 
 def test_coding_and_sending_overlap_between_buckets() -> None:
     cost = ExchangeCost(1.0, 2.0, 0.5)
-    assert exposed([0.0, 0.0], [cost, cost], 0.0) == 1.0 + 2.0 + 2.0 + 0.5
+    assert exposed_seconds([0.0, 0.0], [cost, cost], 0.0) == 1.0 + 2.0 + 2.0 + 0.5
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_link_is_measured_alike_by_all(size: int) -> None:
-    found = spawn(size, lambda group: measure(group, torch.device("cpu")))
+    found = spawn(size, lambda group: measure_exact_rate(group, torch.device("cpu")))
     assert len({(rate.latency, rate.per_byte) for rate in found}) == 1
     # on a busy machine a short tensor may take as long as a long one
     assert found[0].latency >= 0 and found[0].per_byte >= 0
-    assert found[0].seconds(1e6) == found[0].latency + 1e6 * found[0].per_byte
+    assert found[0].predict_seconds(1e6) == found[0].latency + 1e6 * found[0].per_byte
 
 
 def test_something_else_than_sums_can_be_measured() -> None:
@@ -68,7 +76,7 @@ def test_something_else_than_sums_can_be_measured() -> None:
             sent.append(x.numel())
             return group.exchange([(1 - group.rank, x)], [(1 - group.rank, torch.empty_like(x))])
 
-        return measure(group, torch.device("cpu"), send)
+        return measure_exact_rate(group, torch.device("cpu"), send)
 
     one, other = spawn(2, work)
     assert (one.latency, one.per_byte) == (other.latency, other.per_byte) and len({*sent}) >= 2
@@ -76,16 +84,16 @@ def test_something_else_than_sums_can_be_measured() -> None:
 
 def test_samples_move_and_errors_are_relative() -> None:
     x = torch.arange(10_000.0)
-    assert len({float(sampled(x, 4, step)[0]) for step in range(4)}) == 4
-    assert sampled(x, 4, 1).numel() == 2500
-    assert off(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0])) == pytest.approx(
+    assert len({float(sample_elements(x, 4, step)[0]) for step in range(4)}) == 4
+    assert sample_elements(x, 4, 1).numel() == 2500
+    assert relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 5.0])) == pytest.approx(
         1 / math.sqrt(34)
     )
-    assert math.isnan(off(torch.zeros(2), torch.zeros(2)))
+    assert math.isnan(relative_error(torch.zeros(2), torch.zeros(2)))
 
 
 def test_verdicts_in_words() -> None:
-    verdict = judge([FACTS, FACTS, None], step=0.6, steps=10)
+    verdict = judge_codec([FACTS, FACTS, None], step=0.6, steps=10)
     assert verdict is not None
     assert (verdict.bytes_sent, verdict.bytes_exact, verdict.gain) == (2e6, 8e6, pytest.approx(1.5))
     assert verdict.words == (
@@ -95,15 +103,15 @@ def test_verdicts_in_words() -> None:
         "sums it would be about 400 ms: it paid, "
         "steps are about 1.50 times as fast."
     )
-    lost = judge([FACTS | {"exact_shown": 0.04}], step=0.6, steps=10)
+    lost = judge_codec([FACTS | {"exact_shown": 0.04}], step=0.6, steps=10)
     assert lost is not None and lost.words.endswith(
         "it did not pay, exact sums would be about 1.11 times as fast. Leave the codec out here."
     )
-    same = judge([FACTS | {"exact_shown": 0.1}], step=0.6, steps=10)
+    same = judge_codec([FACTS | {"exact_shown": 0.1}], step=0.6, steps=10)
     assert same is not None and same.words.endswith(
         "it made no difference to the time. Exact sums would lose nothing."
     )
-    rounds = judge([FACTS | {"error": math.nan}], step=0.6, steps=160)
+    rounds = judge_codec([FACTS | {"error": math.nan}], step=0.6, steps=160)
     assert (
         rounds is not None
         and "2 MB a round" not in rounds.words
@@ -111,7 +119,7 @@ def test_verdicts_in_words() -> None:
         and "off" not in rounds.words
     )
     assert rounds.gain == pytest.approx((0.6 + 0.3 / 16) / 0.6)
-    assert judge([None, None], step=0.6, steps=10) is None
+    assert judge_codec([None, None], step=0.6, steps=10) is None
 
 
 def summary(folder: Path) -> dict[str, Any]:
@@ -155,7 +163,9 @@ def test_the_error_is_that_of_the_mean(tmp_path: Path) -> None:
     ]
     seen = next(line["codec_error"] for line in lines if "codec_error" in line)
     right = next(
-        off(a, b) for a, b in zip(coded[0], plain[0], strict=True) if not torch.equal(a, b)
+        relative_error(a, b)
+        for a, b in zip(coded[0], plain[0], strict=True)
+        if not torch.equal(a, b)
     )
     assert seen == pytest.approx(right, rel=0.05)
 

@@ -133,7 +133,7 @@ def test_buckets_hold_one_kind_and_states_count_with_their_turn() -> None:
             )
         assert coded is not None
         before = [dict(state) for state in coded.states]
-        coded._next[with_residual[0]] = {"residual": torch.ones(3)}
+        coded._next_states[with_residual[0]] = {"residual": torch.ones(3)}
         coded.abort()
         coded.commit()
         assert all(

@@ -24,7 +24,9 @@ def watched(group: Group, model: nn.Module, state: StepState) -> GradientTracker
     )
     sync = AllReduce().begin(context)
     tracker = watch_without_loop(sync, context)
-    tracker.watch([Slot(name, parameter, None) for name, parameter in model.named_parameters()])
+    tracker.watch_slots(
+        [Slot(name, parameter, None) for name, parameter in model.named_parameters()]
+    )
     return tracker
 
 
@@ -52,11 +54,11 @@ def test_passes_add_up_and_the_last_one_is_exchanged() -> None:
         model, state = net(), StepState(scale=0.5)
         tracker = watched(group, model, state)
         filled(model)  # what p.grad held stays
-        with tracker.joined() as passes:
+        with tracker.join_passes() as passes:
             for number, x in enumerate(rows(group.rank)):
-                passes.begin(last=number == 2)
+                passes.begin_pass(last=number == 2)
                 model(x).square().sum().backward()
-                passes.end()
+                passes.end_pass()
         assert tracker.passes == 1
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
@@ -73,15 +75,15 @@ def test_a_delayed_parameter_leaves_at_the_end() -> None:
         tracker = watched(group, model, state)
         filled(model)
         delayed = next(model.parameters())
-        with tracker.joined() as passes:
-            passes.delay([delayed])
+        with tracker.join_passes() as passes:
+            passes.delay_gradients([delayed])
             for number, x in enumerate(rows(group.rank)):
-                passes.begin(last=number == 2)
+                passes.begin_pass(last=number == 2)
                 model(x).square().sum().backward()
-                passes.end()
-            total = passes.total(delayed)
+                passes.end_pass()
+            total = passes.accumulated_total(delayed)
             assert total is not None
-            passes.put(delayed, total * 2)
+            passes.set_accumulated(delayed, total * 2)
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     first, *others = wanted()
@@ -97,11 +99,11 @@ def test_what_only_early_passes_reach_leaves_too() -> None:
     def body(group: Group) -> list[Tensor]:
         model, state = net(), StepState(scale=0.5)
         tracker = watched(group, model, state)
-        with tracker.joined() as passes:
+        with tracker.join_passes() as passes:
             for number, x in enumerate(rows(group.rank)):
-                passes.begin(last=number == 2)
+                passes.begin_pass(last=number == 2)
                 (model[0](x) if number == 2 else model(x)).square().sum().backward()  # type: ignore[index]
-                passes.end()
+                passes.end_pass()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     model = net()
@@ -122,11 +124,11 @@ def test_silent_steps_add_up_to_the_next() -> None:
         filled(model)
         for number, x in enumerate(rows(group.rank)):
             state.defer_exchange = number < 2
-            with tracker.joined() as passes:
+            with tracker.join_passes() as passes:
                 assert passes.silent == (number < 2)
-                passes.begin(last=True)
+                passes.begin_pass(last=True)
                 model(x).square().sum().backward()
-                passes.end()
+                passes.end_pass()
         return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
     for found in spawn(2, body):
@@ -140,14 +142,14 @@ def test_a_failed_pass_leaves_nothing() -> None:
     def body(group: Group) -> None:
         model, state = net(), StepState(scale=0.5)
         tracker = watched(group, model, state)
-        with pytest.raises(KeyError), tracker.joined() as passes:
-            passes.begin(last=False)
+        with pytest.raises(KeyError), tracker.join_passes() as passes:
+            passes.begin_pass(last=False)
             model(rows(0)[0]).sum().backward()
             raise KeyError
-        assert not tracker.open and not tracker.joins
+        assert not tracker.open and not tracker.joining
         with pytest.raises(UsageError, match=r"run.step was called inside of loss.backward"):
             x = torch.ones(1, requires_grad=True)
-            x.register_hook(lambda grad: tracker.joined().__enter__())
+            x.register_hook(lambda grad: tracker.join_passes().__enter__())
             x.sum().backward()
 
     spawn(2, body)

@@ -16,12 +16,12 @@ from paceline.codec.sparse import topk
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce, AllReduceSync
-from paceline.sync.residual_parts import Layout, lost, parted, relaid
+from paceline.sync.residual_parts import BucketNames, name_dropped, rebuild_states, split_residuals
 from tests.harness.compressed_training import exchange, model
 from tests.harness.runs import batches, workers
 
-LAYOUT: Layout = [[["a", 2], ["b", 3]], [["c", 1]]]
-OTHER: Layout = [[["c", 1]], [["d", 2], ["b", 3]], [["a", 2]]]
+LAYOUT: BucketNames = [[["a", 2], ["b", 3]], [["c", 1]]]
+OTHER: BucketNames = [[["c", 1]], [["d", 2], ["b", 3]], [["a", 2]]]
 
 
 def state(*values: float) -> dict[str, Any]:
@@ -33,8 +33,10 @@ def state(*values: float) -> dict[str, Any]:
 
 
 def test_residuals_go_where_their_parameters_are_and_all_else_begins_anew() -> None:
-    parts = parted([state(1, 2, 3, 4, 5), state(6)], LAYOUT)
-    first, second, third = relaid([state(0), state(0, 0, 7, 7, 7), state(8, 8)], OTHER, parts)
+    parts = split_residuals([state(1, 2, 3, 4, 5), state(6)], LAYOUT)
+    first, second, third = rebuild_states(
+        [state(0), state(0, 0, 7, 7, 7), state(8, 8)], OTHER, parts
+    )
     assert first["residual"].tolist() == [6] and third["residual"].tolist() == [1, 2]
     assert second["residual"].tolist() == [0, 0, 3, 4, 5]  # d had none
     assert second["inner"]["codec"]["residual"].tolist() == [0, 0, -3, -4, -5] and second["inner"][
@@ -43,13 +45,13 @@ def test_residuals_go_where_their_parameters_are_and_all_else_begins_anew() -> N
 
 
 def test_what_fits_no_more_is_zero_and_named_where_it_lies_nowhere() -> None:
-    parts = parted([state(1, 2, 3, 4, 5), state(6)], LAYOUT)
-    grown = relaid([state(0, 0, 0, 0)], [[["a", 3], ["c", 1]]], parts)
+    parts = split_residuals([state(1, 2, 3, 4, 5), state(6)], LAYOUT)
+    grown = rebuild_states([state(0, 0, 0, 0)], [[["a", 3], ["c", 1]]], parts)
     assert grown[0]["residual"].tolist() == [0, 0, 0, 6]
-    assert relaid([{}], [[["a", 2]]], parts) == [{}]  # exact, or of another worker
-    assert lost(OTHER, LAYOUT, [state(1, 2, 3, 4, 5), state(6)]) == ""
-    assert lost([[["b", 3]]], LAYOUT, [state(1, 2, 3, 4, 5), state(6)]) == "a and 1 more"
-    assert lost([[["b", 3], ["c", 1]]], LAYOUT, [state(1, 2, 3, 4, 5), {}]) == "a"
+    assert rebuild_states([{}], [[["a", 2]]], parts) == [{}]  # exact, or of another worker
+    assert name_dropped(OTHER, LAYOUT, [state(1, 2, 3, 4, 5), state(6)]) == ""
+    assert name_dropped([[["b", 3]]], LAYOUT, [state(1, 2, 3, 4, 5), state(6)]) == "a and 1 more"
+    assert name_dropped([[["b", 3], ["c", 1]]], LAYOUT, [state(1, 2, 3, 4, 5), {}]) == "a"
 
 
 def kept(run: Run) -> dict[str, Tensor]:
@@ -59,7 +61,7 @@ def kept(run: Run) -> dict[str, Tensor]:
     found = coded.state_dict()
     return {
         name: part["residual"].double()
-        for name, part in parted(found["states"], found["layout"]).items()
+        for name, part in split_residuals(found["states"], found["layout"]).items()
     }
 
 

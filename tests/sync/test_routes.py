@@ -9,8 +9,13 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 from paceline.sync.context import SyncContext
-from paceline.sync.route_choice import ALIKE, FAST, RouteFacts
-from paceline.sync.routes import AcrossReducer, GroupReducer, ScheduledReducer, reducer
+from paceline.sync.route_choice import ALIKE_RATIO, FAST_LINK, RouteFacts
+from paceline.sync.routes import (
+    BetweenHostsReducer,
+    GroupReducer,
+    ScheduledReducer,
+    find_reducer_maker,
+)
 from tests.harness.hierarchies import made
 from tests.harness.thread_groups import ThreadGroup, spawn
 
@@ -29,7 +34,7 @@ def summed(
     context = SyncContext(
         group, Agreement(group), hosts=hosts, announce=said.append, route_facts=facts
     )
-    chosen = reducer(via)(context)
+    chosen = find_reducer_maker(via)(context)
     exact = [
         [
             torch.randint(-999, 999, (n,), generator=torch.Generator().manual_seed(9 * r + n))
@@ -42,7 +47,7 @@ def summed(
     ]
     flats = []
     for part in [*(each[group.rank].float() for each in exact), *tenths]:
-        flat = chosen.empty(part.numel(), torch.float32)
+        flat = chosen.allocate_bucket(part.numel(), torch.float32)
         flats.append(flat.copy_(part))
     works = [chosen.all_reduce(flat, f"bucket {turn}") for turn, flat in enumerate(flats)]
     sums = [work.wait().clone() for work in works]
@@ -90,7 +95,7 @@ def test_uneven_chunks_between_hosts_of_several_workers(
 
     found = spawn(len(hosts), body)
     assert all(each == found[0] for each in found)
-    assert found[0][0] == (AcrossReducer if grouped else ScheduledReducer).__name__
+    assert found[0][0] == (BetweenHostsReducer if grouped else ScheduledReducer).__name__
 
 
 @pytest.mark.parametrize("hosts", [(0, 1, 2), (0, 1, 1, 2, 0)])
@@ -99,7 +104,7 @@ def test_with_links_that_are_alike_nothing_changes_to_the_bit(hosts: tuple[int, 
         whole = made(group, hosts) if len(hosts) > 3 else group
         found = [
             summed(whole, hosts, facts)
-            for facts in (None, RouteFacts((1e8, 1e8 * ALIKE, 1.1e8), 1e-4, 4.0))
+            for facts in (None, RouteFacts((1e8, 1e8 * ALIKE_RATIO, 1.1e8), 1e-4, 4.0))
         ]
         whole.close()
         return found[0], found[1]
@@ -113,7 +118,7 @@ def test_fast_links_of_crowded_hosts_are_used_by_all_workers() -> None:
     def body(group: ThreadGroup) -> tuple[int, int]:
         whole = made(group, (0, 0, 1, 1))
         sent = []
-        for rate in (FAST, FAST / 4):
+        for rate in (FAST_LINK, FAST_LINK / 4):
             before = whole.inner.traffic.within
             summed(whole, (0, 0, 1, 1), RouteFacts((rate, rate), 1e-4, 1.0))
             sent.append(whole.inner.traffic.within - before)
@@ -132,10 +137,10 @@ def test_what_has_a_way_of_its_own_chooses_none() -> None:
             context = SyncContext(
                 group, Agreement(group), hosts=(0, 1), route_facts=RouteFacts((1e8, 1e7), 1e-4, 1.0)
             )
-            made = reducer(via, coded=coded)(context)
+            made = find_reducer_maker(via, coded=coded)(context)
             assert isinstance(made, GroupReducer) and context.routes == [] and context.route is None
             made.close()
         with pytest.raises(UsageError, match="via='rnig' is unknown"):
-            reducer("rnig")
+            find_reducer_maker("rnig")
 
     spawn(2, body)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline as pl
-from paceline.cluster.mesh import Mesh, lay_out
+from paceline.cluster.mesh import Mesh, lay_out_mesh
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.comm.agreement import Agreement
 from paceline.comm.group_protocol import Group
@@ -141,7 +141,7 @@ def test_workers_along_tensor_alone_have_all_samples_each() -> None:
 )
 def test_strategies_work_along_data_and_batches_are_dealt_along_shard_too(mesh: str) -> None:
     def body(run: Run) -> Tensor:
-        sizes = {name: run.mesh.extent(name) for name in ("data", "shard", "tensor")}
+        sizes = {name: run.mesh.axis_size(name) for name in ("data", "shard", "tensor")}
         assert run._axes.replicas.group.size == sizes["data"]
         assert run._context.group.size == sizes["data"] * sizes["shard"]
         model = network()
@@ -362,7 +362,7 @@ def test_different_meshes_are_named() -> None:
     def body(group: Group) -> None:
         context = SyncContext(group, Agreement(group))
         sizes: dict[str, int | None] = {"tensor": 2} if group.rank else {"shard": 2}
-        RunAxes.of(lay_out(sizes, ONE_HOST), context, ONE_HOST)
+        RunAxes.from_mesh(lay_out_mesh(sizes, ONE_HOST), context, ONE_HOST)
 
     with pytest.raises(
         UsageError,

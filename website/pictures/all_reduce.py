@@ -6,9 +6,9 @@ green once it is the whole sum.
 
 from __future__ import annotations
 
-from paceline.bench.pictures import hosts
+from paceline.bench.schedule_pictures import parse_hosts
 from paceline.comm.schedule import Schedule, build_schedule
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from website.pictures.svg import Drawing
 
 SHOWN = {
@@ -34,10 +34,11 @@ def pictures() -> dict[str, str]:
 
 def picture(name: str, numbers: str) -> str:
     """Draw one schedule; `numbers` are those that `paceline bench collectives --draw` takes."""
-    placed = hosts(numbers, numbers)
+    placed = parse_hosts(numbers, numbers)
     schedule = build_schedule(name, placed)
     drawing = Drawing(
-        f"{name}: {counted(schedule.size, 'rank')}, {counted(len(schedule.rounds), 'round')}"
+        f"{name}: {format_count(schedule.size, 'rank')}, "
+        f"{format_count(len(schedule.rounds), 'round')}"
     )
     for rank in range(schedule.size):
         host = f" (host {placed[rank]})" if len(set(placed)) > 1 else ""

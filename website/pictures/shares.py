@@ -4,7 +4,7 @@ that gets none.
 
 from __future__ import annotations
 
-from paceline.data.shares import equal, proportional, spans
+from paceline.data.shares import divide_equally, divide_proportionally, share_bounds
 from website.pictures.svg import Drawing
 
 LOOKS = (("blue", "on-dark"), ("orange", "on-light"), ("green", "on-dark"), ("purple", "on-dark"))
@@ -16,14 +16,14 @@ def picture() -> str:
     """Draw how three kinds of batches are dealt to four workers."""
     drawing = Drawing("How global batches are dealt to workers")
     rows = [
-        ("a batch of 16, equal shares", equal(16, 4)),
-        ("a batch of 16, shares=[2, 1, 1, 1]", proportional(16, [2, 1, 1, 1])),
-        ("the last batch has 3 samples", equal(3, 4)),
+        ("a batch of 16, equal shares", divide_equally(16, 4)),
+        ("a batch of 16, shares=[2, 1, 1, 1]", divide_proportionally(16, [2, 1, 1, 1])),
+        ("the last batch has 3 samples", divide_equally(3, 4)),
     ]
     for number, (said, shares) in enumerate(rows):
         top = 8 + ROW * number
         drawing.say(4, top + 17, said, "ink")
-        for worker, (start, stop) in enumerate(spans(shares)):
+        for worker, (start, stop) in enumerate(share_bounds(shares)):
             look, word = LOOKS[worker]
             for sample in range(start, stop):
                 drawing.box(LEFT + CELL * sample, top, CELL - 2, 24, look)

@@ -2,14 +2,14 @@
 and how far workers come in the same time.
 
 Worker 2 has two slow turns. Whether a worker may begin a turn is decided by the clocks that servers
-keep (`servers/process/staleness.py`).
+keep (`servers/process/worker_clocks.py`).
 """
 
 from __future__ import annotations
 
 from math import inf
 
-from paceline.servers.process.staleness import WorkerClocks
+from paceline.servers.process.worker_clocks import WorkerClocks
 from website.pictures.svg import Drawing
 
 WORKERS, SECONDS = 3, 12.0
@@ -54,14 +54,14 @@ def turns(bound: float) -> list[Turn]:
     now = 0.0
     while now < SECONDS:
         for worker in everyone:
-            if worker not in busy and clocks.lead(worker, everyone) <= bound:
-                turn = clocks.of[worker]
+            if worker not in busy and clocks.compute_lead(worker, everyone) <= bound:
+                turn = clocks.completed_turns[worker]
                 busy[worker] = now + SLOW.get((worker, turn), 1.0)
                 found.append((worker, turn, now, busy[worker]))
         now = min(busy.values())
         for worker in [worker for worker, end in busy.items() if end == now]:
             del busy[worker]
-            clocks.tick(worker, clocks.of[worker] + 1)
+            clocks.complete_turn(worker, clocks.completed_turns[worker] + 1)
     return found
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from paceline.errors import CheckpointError
 
-LOWEST = 19  # the lowest priority, as `nice` counts
-Moved = Callable[[int], None]  # is called with the number of bytes as they are written
+LOWEST_PRIORITY = 19  # the lowest priority, as `nice` counts
+ReportBytes = Callable[[int], None]  # is called with the number of bytes as they are written
 
 
 class BackgroundWrite:
@@ -26,59 +26,67 @@ class BackgroundWrite:
     """
 
     def __init__(
-        self, what: str, nbytes: int, write: Callable[[Moved], object], said: Callable[[str], None]
+        self,
+        what: str,
+        nbytes: int,
+        write: Callable[[ReportBytes], object],
+        said: Callable[[str], None],
     ) -> None:
         self.nbytes = nbytes
         self.seconds = 0.0  # duration of the write, once it has ended
-        self._what, self._write, self._said = what, write, said
-        self._moved = 0
+        self._description, self._write, self._report_error = what, write, said
+        self._written_nbytes = 0
         self._error: CheckpointError | None = None
-        self._whole = False
-        self._thread = threading.Thread(target=self._run, name="paceline checkpoint", daemon=True)
+        self._is_written = False
+        self._thread = threading.Thread(
+            target=self._run_write, name="paceline checkpoint", daemon=True
+        )
         self._thread.start()
 
-    def _run(self) -> None:
-        _give_way()
+    def _run_write(self) -> None:
+        _lower_priority()
         began = time.perf_counter()
         try:
-            self._write(self._count)
-            self._whole = True
+            self._write(self._count_bytes)
+            self._is_written = True
         except CheckpointError as error:
             self._error = error
-            self._said(f"{error}. The next save raises this, at the latest the end of the run")
+            self._report_error(
+                f"{error}. The next save raises this, at the latest the end of the run"
+            )
         finally:
             self.seconds = time.perf_counter() - began
 
-    def _count(self, nbytes: int) -> None:
-        self._moved += nbytes
+    def _count_bytes(self, nbytes: int) -> None:
+        self._written_nbytes += nbytes
 
-    def wait(self, seconds: float) -> bool:
+    def wait_until_ended(self, seconds: float) -> bool:
         """Wait for this number of seconds, and tell whether the write has ended, well or not."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
-    def failure(self) -> CheckpointError | None:
+    def explain_failure(self) -> CheckpointError | None:
         """Make the error for a checkpoint that isn't there, or not yet; None if it is there."""
         if self._thread.is_alive():
-            written_megabytes, total_megabytes = self._moved / 1e6, self.nbytes / 1e6
+            written_megabytes, total_megabytes = self._written_nbytes / 1e6, self.nbytes / 1e6
             return CheckpointError(
-                f"{self._what} has not come to the disk in time: {written_megabytes:.1f} of "
+                f"{self._description} has not come to the disk in time: {written_megabytes:.1f} of "
                 f"{total_megabytes:.1f} MB are written. Save less often, or raise "
                 "start(deadline=seconds) if the disk is slow"
             )
         # Only `CheckpointError` is caught in the thread. Any other error is printed by Python.
-        if self._error is None and not self._whole:
+        if self._error is None and not self._is_written:
             return CheckpointError(
-                f"{self._what} was not saved: the thread that wrote it has ended; "
+                f"{self._description} was not saved: the thread that wrote it has ended; "
                 "its own traceback says more"
             )
         return self._error
 
 
-def _give_way() -> None:
+def _lower_priority() -> None:
     """Give this thread the lowest priority, so that training doesn't wait for it."""
     # Only Linux sets the priority of one thread. Other systems would set that of the process.
     if sys.platform == "linux":
         # Some sandboxes forbid it. The thread then competes with training on equal terms.
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)

@@ -23,25 +23,25 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoint.files import disk
-from paceline.checkpoint.files.file_layout import NAMES, FileLayout, image
+from paceline.checkpoint.files.file_layout import SAFETENSORS_DTYPES, FileLayout, lay_out_snapshot
 from paceline.errors import CheckpointError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 from paceline.state.blocks import (
     BlockIndex,
     Box,
     StoredBlock,
     StoredTensor,
-    form,
-    overlap,
-    sizes,
-    whole,
-    within,
+    box_shape,
+    intersect_boxes,
+    parse_tensor_form,
+    slice_within,
+    whole_box,
 )
-from paceline.state.snapshot import SAFE, Snapshot, lift
-from paceline.state.versioned import SHOWN
+from paceline.state.snapshot import SAFE_DTYPES, Snapshot, restore_dtypes
+from paceline.state.versioned import MAX_SHOWN_DIFFERENCES
 
-INDEX: Final = "blocks.json"
-_STORED: Final = {name: dtype for dtype, name in NAMES.items()}
+INDEX_FILE: Final = "blocks.json"
+_DTYPES_BY_NAME: Final = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class LocalBlocks:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[tuple[Box, Tensor], ...]
+    blocks: tuple[tuple[Box, Tensor], ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class BlocksLayout:
     index: BlockIndex
 
 
-def plan(number: int, tensors: Mapping[str, LocalBlocks]) -> BlocksLayout:
+def lay_out_blocks(number: int, tensors: Mapping[str, LocalBlocks]) -> BlocksLayout:
     """Plan the file of blocks of a worker. Rectangles without elements are left out.
 
     Args:
@@ -72,14 +72,14 @@ def plan(number: int, tensors: Mapping[str, LocalBlocks]) -> BlocksLayout:
     file, stored_pieces, index = f"blocks-{number:05d}.safetensors", {}, {}
     for path, local_blocks in tensors.items():
         blocks: list[StoredBlock] = []
-        for box, piece in local_blocks.pieces:
-            assert tuple(piece.shape) == sizes(box), (path, box, piece.shape)
+        for box, piece in local_blocks.blocks:
+            assert tuple(piece.shape) == box_shape(box), (path, box, piece.shape)
             if piece.numel():
                 key = f"{path}@{len(blocks)}"
                 stored_pieces[key] = piece
                 blocks.append(StoredBlock(box, file, key))
         index[path] = StoredTensor(local_blocks.dtype, local_blocks.shape, tuple(blocks))
-    return BlocksLayout(file, image(Snapshot(0, None, stored_pieces)), index)
+    return BlocksLayout(file, lay_out_snapshot(Snapshot(0, None, stored_pieces)), index)
 
 
 class BlockReader:
@@ -96,8 +96,8 @@ class BlockReader:
     def __init__(self, folder: Path, index: Mapping[str, StoredTensor]) -> None:
         self.index = dict(index)
         self._folder = folder
-        self._files: dict[str, Any] = {}
-        self._open = contextlib.ExitStack()
+        self._open_files: dict[str, Any] = {}
+        self._exit_stack = contextlib.ExitStack()
 
     def __enter__(self) -> BlockReader:
         return self
@@ -107,47 +107,51 @@ class BlockReader:
 
     def close(self) -> None:
         """Close all files."""
-        self._open.close()
-        self._files.clear()
+        self._exit_stack.close()
+        self._open_files.clear()
 
-    def stored(self, name: str) -> StoredTensor:
+    def get_stored_tensor(self, name: str) -> StoredTensor:
         """Get the shape of a tensor and the places of its blocks.
 
         Raises `CheckpointError`, with the nearest name, if there is no such tensor.
         """
         if name not in self.index:
             raise CheckpointError(
-                f"{self._folder.name} has no tensor {name!r}; {_near(name, self.index)}"
+                f"{self._folder.name} has no tensor {name!r}; {_describe_names(name, self.index)}"
             )
         return self.index[name]
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
+    def read_rectangle(self, name: str, box: Box | None = None) -> Tensor:
         """Read a rectangle of a logical tensor (None: all of it) into new memory."""
-        stored = self.stored(name)
-        wanted = whole(stored.shape) if box is None else box
+        stored = self.get_stored_tensor(name)
+        wanted = whole_box(stored.shape) if box is None else box
         if len(wanted) != len(stored.shape) or (
-            0 not in sizes(wanted) and overlap(wanted, whole(stored.shape)) != wanted
+            0 not in box_shape(wanted)
+            and intersect_boxes(wanted, whole_box(stored.shape)) != wanted
         ):
             raise CheckpointError(
                 f"{name} has the shape {list(stored.shape)} in {self._folder.name}; "
                 f"the rectangle {wanted} is not inside of it"
             )
         # Assemble the rectangle from the parts of all blocks that overlap it.
-        result = torch.empty(sizes(wanted), dtype=stored.dtype)
+        result = torch.empty(box_shape(wanted), dtype=stored.dtype)
         if result.numel():
-            for block, overlap_box in stored.overlapping(wanted):
-                result[within(overlap_box, wanted)].copy_(
-                    self._part(name, stored, block, overlap_box)
+            for block, overlap_box in stored.iterate_overlaps(wanted):
+                result[slice_within(overlap_box, wanted)].copy_(
+                    self._read_block_part(name, stored, block, overlap_box)
                 )
         return result
 
-    def _part(self, name: str, stored: StoredTensor, block: StoredBlock, box: Box) -> Tensor:
+    def _read_block_part(
+        self, name: str, stored: StoredTensor, block: StoredBlock, box: Box
+    ) -> Tensor:
         """Read the part of a block that lies in `box`, and check its shape and dtype."""
         try:
-            part = self._lifted(stored, block, box)
-            if part.shape != sizes(box) or part.dtype != stored.dtype:
+            part = self._load_block_part(stored, block, box)
+            if part.shape != box_shape(box) or part.dtype != stored.dtype:
                 raise CheckpointError(
-                    f"it is {part.dtype}{list(part.shape)} there, {stored.dtype}{list(sizes(box))} "
+                    f"it is {part.dtype}{list(part.shape)} there, "
+                    f"{stored.dtype}{list(box_shape(box))} "
                     "in the index"
                 )
         except (
@@ -164,11 +168,11 @@ class BlockReader:
             ) from error
         return part
 
-    def _lifted(self, stored: StoredTensor, block: StoredBlock, box: Box) -> Tensor:
-        file = self._file(block.file)
-        slices = within(box, block.box)
+    def _load_block_part(self, stored: StoredTensor, block: StoredBlock, box: Box) -> Tensor:
+        file = self._open_file(block.file)
+        slices = slice_within(box, block.box)
         dtype = str(stored.dtype).removeprefix("torch.")
-        if dtype in SAFE:
+        if dtype in SAFE_DTYPES:
             return (  # type: ignore[no-any-return]
                 file.get_tensor(block.key)
                 if box == block.box
@@ -176,16 +180,18 @@ class BlockReader:
             )
         # Other dtypes are stored as bytes, or complex ones as pairs of reals. A slice of these is
         # not a slice of the tensor, so all of the block is read.
-        return lift({"": file.get_tensor(block.key)}, {"": [dtype, sizes(block.box)]})[""][slices]
+        return restore_dtypes(
+            {"": file.get_tensor(block.key)}, {"": [dtype, box_shape(block.box)]}
+        )[""][slices]
 
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
+    def _open_file(self, name: str) -> Any:
+        if name not in self._open_files:
             # safetensors opens any path. This raises for links and pipes.
-            disk.opened(self._folder / name).close()
-            self._files[name] = self._open.enter_context(
+            disk.open_plain_file(self._folder / name).close()
+            self._open_files[name] = self._exit_stack.enter_context(
                 safetensors.safe_open(self._folder / name, "pt")
             )
-        return self._files[name]
+        return self._open_files[name]
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -195,7 +201,7 @@ class LazyTensors(Mapping[str, Tensor]):
         self._reader = reader
 
     def __getitem__(self, path: str) -> Tensor:
-        return self._reader.read(path)
+        return self._reader.read_rectangle(path)
 
     def __contains__(self, path: object) -> bool:
         return path in self._reader.index
@@ -207,13 +213,13 @@ class LazyTensors(Mapping[str, Tensor]):
         return len(self._reader.index)
 
 
-def uncut(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
+def read_uncut_index(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
     """Read the header of a safetensors file in which each tensor is one block.
 
     `notes` has the dtypes and shapes of tensors that safetensors can't store directly. Raises
     OSError, or one of `UNREADABLE` and `struct.error` if the file has another form.
     """
-    with disk.opened(path) as file:
+    with disk.open_plain_file(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > path.stat().st_size:
             raise ValueError(f"its header of {length} bytes is longer than the file")
@@ -222,18 +228,18 @@ def uncut(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
     for key, entry in header.items():
         if key == "__metadata__":
             continue
-        dtype, shape = form(
+        dtype, shape = parse_tensor_form(
             *(
                 notes[key]
                 if key in notes
-                else (str(_STORED[entry["dtype"]]).removeprefix("torch."), entry["shape"])
+                else (str(_DTYPES_BY_NAME[entry["dtype"]]).removeprefix("torch."), entry["shape"])
             )
         )
-        index[key] = StoredTensor(dtype, shape, (StoredBlock(whole(shape), path.name, key),))
+        index[key] = StoredTensor(dtype, shape, (StoredBlock(whole_box(shape), path.name, key),))
     return index
 
 
-def logical(index: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+def make_meta_tensors(index: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     """Make a tensor without memory (on the device "meta") for each tensor of an index."""
     return {
         path: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -241,10 +247,10 @@ def logical(index: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     }
 
 
-def _near(name: str, names: Collection[str]) -> str:
+def _describe_names(name: str, names: Collection[str]) -> str:
     """Describe the names that exist, or the nearest one if there are many."""
-    if len(names) <= SHOWN:
-        return choices(name, names)
+    if len(names) <= MAX_SHOWN_DIFFERENCES:
+        return format_choices(name, names)
     close_names = difflib.get_close_matches(name, names, n=1)
     return f"it has {len(names)} others" + (
         f"; did you mean {close_names[0]}?" if close_names else ""

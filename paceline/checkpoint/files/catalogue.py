@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.files import manifest, pending
-from paceline.checkpoint.files.manifest import NAME, Best, Broken, Metric, Newer
+from paceline.checkpoint.files.manifest import (
+    FOLDER_NAME,
+    Best,
+    BrokenCheckpoint,
+    Metric,
+    NewerCheckpoint,
+)
 from paceline.errors import CheckpointError
 
 
@@ -35,87 +41,90 @@ class CheckpointEntry:
 
     path: Path
     serial: int | None
-    newer: bool = False
+    is_newer: bool = False
     metric: Metric | None = None
 
     @property
     def step(self) -> int:
         """Step of the checkpoint, from the name of its folder."""
-        return manifest.step_of(self.path)
+        return manifest.parse_step(self.path)
 
     @property
-    def age(self) -> tuple[bool, int, str]:
+    def newest_first_key(self) -> tuple[bool, int, str]:
         """Sort key by age. Unreadable entries count as newer than all others."""
         return self.serial is None, self.serial or 0, self.path.name
 
     @property
-    def place(self) -> tuple[int, str]:
+    def oldest_first_key(self) -> tuple[int, str]:
         """Sort key by age. Unreadable entries count as older than all others."""
         return self.serial or 0, self.path.name
 
 
-def newest(folder: Path) -> list[Path]:
+def list_newest(folder: Path) -> list[Path]:
     """List the checkpoints in `folder`, newest first. Unreadable ones count as the newest."""
     return [
-        entry.path for entry in sorted(entries(folder), key=lambda entry: entry.age, reverse=True)
+        entry.path
+        for entry in sorted(
+            list_entries(folder), key=lambda entry: entry.newest_first_key, reverse=True
+        )
     ]
 
 
-def best(folder: Path) -> list[CheckpointEntry]:
+def list_best(folder: Path) -> list[CheckpointEntry]:
     """List the checkpoints in `folder` that were saved with a metric, best first."""
-    return by_metric(entries(folder))
+    return rank_by_metric(list_entries(folder))
 
 
-def direction(checkpoints: Iterable[CheckpointEntry]) -> Best | None:
+def find_direction(checkpoints: Iterable[CheckpointEntry]) -> Best | None:
     """Find whether the smallest or the largest metric is the best: the newest metric decides.
 
     None if no checkpoint was saved with a metric.
     """
     newest_entry = max(
         (entry for entry in checkpoints if entry.metric is not None),
-        key=lambda entry: entry.place,
+        key=lambda entry: entry.oldest_first_key,
         default=None,
     )
     return None if newest_entry is None or newest_entry.metric is None else newest_entry.metric.best
 
 
-def by_metric(checkpoints: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
+def rank_by_metric(checkpoints: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
     """Sort the checkpoints with a metric, best first. Of equal ones the older one comes first."""
-    wanted, ranked = direction(checkpoints), list[tuple[float, int, str, CheckpointEntry]]()
+    wanted, ranked = find_direction(checkpoints), list[tuple[float, int, str, CheckpointEntry]]()
     for entry in checkpoints:
-        if entry.metric is not None and entry.metric.counts and entry.metric.best == wanted:
-            ranked.append((entry.metric.rank, *entry.place, entry))
+        if entry.metric is not None and entry.metric.is_finite and entry.metric.best == wanted:
+            ranked.append((entry.metric.sort_key, *entry.oldest_first_key, entry))
     return [entry for *_, entry in sorted(ranked, key=lambda item: item[:-1])]
 
 
-def excess(checkpoints: Sequence[CheckpointEntry], latest: Path, keep: int) -> list[Path]:
+def list_excess(checkpoints: Sequence[CheckpointEntry], latest: Path, keep: int) -> list[Path]:
     """List the checkpoints to be removed: all but the `keep` newest and the best.
 
     `latest` counts as the newest, and checkpoints that can't be read as the oldest. Checkpoints of
     a newer paceline are never removed.
     """
-    to_keep = {latest, *(entry.path for entry in by_metric(checkpoints)[:1])}
+    to_keep = {latest, *(entry.path for entry in rank_by_metric(checkpoints)[:1])}
     older_ones = sorted(
-        (entry for entry in checkpoints if entry.path != latest and not entry.newer),
-        key=lambda entry: entry.place,
+        (entry for entry in checkpoints if entry.path != latest and not entry.is_newer),
+        key=lambda entry: entry.oldest_first_key,
         reverse=True,
     )
     return [entry.path for entry in older_ones[keep - 1 :] if entry.path not in to_keep]
 
 
-def prune(folder: Path, latest: Path, keep: int) -> None:
+def prune_checkpoints(folder: Path, latest: Path, keep: int) -> None:
     """Remove all checkpoints but the `keep` newest, of which `latest` is one, and the best.
 
     Raises OSError.
     """
-    for path in excess(entries(folder), latest, keep):
-        trash = Path(tempfile.mkdtemp(prefix=pending.SAVING, dir=folder))
+    for path in list_excess(list_entries(folder), latest, keep):
+        trash = Path(tempfile.mkdtemp(prefix=pending.SAVING_PREFIX, dir=folder))
         # A checkpoint that is half removed must not be taken for a complete one.
         path.rename(trash / "old")
         shutil.rmtree(trash)
 
 
-def free(folder: Path, step: int) -> Path:
+def choose_free_path(folder: Path, step: int) -> Path:
     """Choose an unused name for the checkpoint of `step`.
 
     An old checkpoint is never replaced: it would be lost if the process were killed in between.
@@ -127,14 +136,16 @@ def free(folder: Path, step: int) -> Path:
     return folder / name
 
 
-def entries(folder: Path) -> list[CheckpointEntry]:
+def list_entries(folder: Path) -> list[CheckpointEntry]:
     """List the checkpoints in `folder`, in no order.
 
     Raises `CheckpointError` if the folder can't be read.
     """
     try:
         return [
-            _entry(path) for path in folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()
+            _read_entry(path)
+            for path in folder.iterdir()
+            if FOLDER_NAME.fullmatch(path.name) and path.is_dir()
         ]
     except (FileNotFoundError, NotADirectoryError):
         return []
@@ -144,12 +155,14 @@ def entries(folder: Path) -> list[CheckpointEntry]:
         ) from error
 
 
-def _entry(path: Path) -> CheckpointEntry:
+def _read_entry(path: Path) -> CheckpointEntry:
     try:
-        fields = manifest.read(path)
-    except Newer as newer:
-        return CheckpointEntry(path, newer.serial, newer=True)
-    except Broken:
+        fields = manifest.read_manifest(path)
+    except NewerCheckpoint as newer:
+        return CheckpointEntry(path, newer.serial, is_newer=True)
+    except BrokenCheckpoint:
         return CheckpointEntry(path, None)
     serial = fields.get("serial")
-    return CheckpointEntry(path, serial if type(serial) is int else None, metric=Metric.of(fields))
+    return CheckpointEntry(
+        path, serial if type(serial) is int else None, metric=Metric.from_manifest(fields)
+    )

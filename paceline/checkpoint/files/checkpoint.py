@@ -42,27 +42,38 @@ import safetensors.torch
 from torch import Tensor
 
 from paceline.checkpoint.files import catalogue, disk, manifest, pending
-from paceline.checkpoint.files.block_files import INDEX, BlockReader, logical, uncut
-from paceline.checkpoint.files.disk import WrittenFile, block
-from paceline.checkpoint.files.file_layout import FileLayout, image
+from paceline.checkpoint.files.block_files import (
+    INDEX_FILE,
+    BlockReader,
+    make_meta_tensors,
+    read_uncut_index,
+)
+from paceline.checkpoint.files.disk import WrittenFile, to_byte_tensor
+from paceline.checkpoint.files.file_layout import FileLayout, lay_out_snapshot
 from paceline.checkpoint.files.manifest import (
-    FORMAT,
-    MANIFEST,
-    NAME,
-    UNCUT,
-    Broken,
+    FOLDER_NAME,
+    MANIFEST_FILE,
+    NEWEST_FORMAT,
+    UNCUT_FORMAT,
+    BrokenCheckpoint,
     Metric,
-    state_files,
-    step_of,
+    get_state_files,
+    parse_step,
 )
 from paceline.checkpoint.files.pending import WrittenBlocks
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.blocks import BlockIndex, from_json, merge, stored_bytes, to_json
-from paceline.state.snapshot import UNREADABLE, Snapshot, lift
+from paceline.state.blocks import (
+    BlockIndex,
+    count_stored_bytes,
+    index_from_json,
+    index_to_json,
+    merge_indexes,
+)
+from paceline.state.snapshot import DECODING_ERRORS, Snapshot, restore_dtypes
 
-_SHOWN: Final = 200  # letters shown of an error that another library raised
-_MARGIN: Final = 1 << 20  # bytes of a checkpoint outside of its tensors, roughly
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_MAX_ERROR_LENGTH: Final = 200  # letters shown of an error that another library raised
+_NON_TENSOR_BYTES: Final = 1 << 20  # bytes of a checkpoint outside of its tensors, roughly
+_DISK_FULL_ERRORS: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -76,22 +87,22 @@ class Checkpoint:
     path: Path
     step: int
     snapshot: Snapshot
-    own: dict[int, Snapshot] = field(default_factory=dict)
-    more: tuple[str, ...] = ()  # names of further states, for `read_state`
+    worker_snapshots: dict[int, Snapshot] = field(default_factory=dict)
+    extra_states: tuple[str, ...] = ()  # names of further states, for `read_state`
     index: BlockIndex = field(default_factory=dict)
 
-    def part(self, name: str) -> Snapshot:
+    def read_state(self, name: str) -> Snapshot:
         """Read one of `extra_states`. Its hash has been checked.
 
         Raises `CheckpointError` if it can't be read.
         """
         try:
-            return _state(self.path, name)
-        except Broken as broken:
+            return _read_snapshot(self.path, name)
+        except BrokenCheckpoint as broken:
             raise CheckpointError(f"{self.path.name}: {broken}") from broken
 
 
-def save(
+def save_checkpoint(
     folder: Path,
     snapshot: Snapshot,
     step: int,
@@ -110,11 +121,13 @@ def save(
         keep: Number of newest checkpoints that stay.
         metric: Metric of this checkpoint. Default: none.
     """
-    worker_layouts = {rank: image(state) for rank, state in (own or {}).items()}
-    return write(folder, image(snapshot), step, own=worker_layouts, keep=keep, metric=metric)
+    worker_layouts = {rank: lay_out_snapshot(state) for rank, state in (own or {}).items()}
+    return write_checkpoint(
+        folder, lay_out_snapshot(snapshot), step, own=worker_layouts, keep=keep, metric=metric
+    )
 
 
-def write(
+def write_checkpoint(
     folder: Path,
     state: FileLayout,
     step: int,
@@ -151,16 +164,18 @@ def write(
         CheckpointError: The disk is full or refuses. Older checkpoints are untouched, and nothing
             half-written stays.
     """
-    check(step, keep)
+    check_save_options(step, keep)
     layouts = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
     try:
-        with pending.ending(at or pending.reserve(folder)) as temporary_folder:
-            target = target or catalogue.free(folder, step)
-            serial = max((entry.serial or 0 for entry in catalogue.entries(folder)), default=0) + 1
-            manifest_fields = {"step": step, "serial": serial, "own": sorted(own)} | (
-                {} if metric is None else {"metric": metric.fields()}
+        with pending.remove_afterwards(at or pending.reserve_folder(folder)) as temporary_folder:
+            target = target or catalogue.choose_free_path(folder, step)
+            serial = (
+                max((entry.serial or 0 for entry in catalogue.list_entries(folder)), default=0) + 1
             )
-            _write(
+            manifest_fields = {"step": step, "serial": serial, "own": sorted(own)} | (
+                {} if metric is None else {"metric": metric.to_fields()}
+            )
+            _write_files(
                 temporary_folder,
                 itertools.chain(layouts.items(), more),
                 manifest_fields,
@@ -169,13 +184,13 @@ def write(
             )
             # Until here the checkpoint is hidden. The rename makes it visible in one step.
             temporary_folder.rename(target)
-        disk.sync(folder)
+        disk.sync_folder(folder)
     except OSError as error:
-        raise _refusal(
+        raise _explain_write_error(
             folder, error, step, sum(state.nbytes for state in layouts.values())
         ) from error
     try:
-        catalogue.prune(folder, target, keep)
+        catalogue.prune_checkpoints(folder, target, keep)
     except OSError as error:
         raise CheckpointError(
             f"step {step} is saved in {target}, but older ones could not be removed: {error}"
@@ -183,7 +198,7 @@ def write(
     return target
 
 
-def check(step: int, keep: int) -> None:
+def check_save_options(step: int, keep: int) -> None:
     """Raise `UsageError` for a negative step or a `keep` below one."""
     if keep < 1 or step < 0:
         raise UsageError(
@@ -191,7 +206,7 @@ def check(step: int, keep: int) -> None:
         )
 
 
-def load(
+def load_checkpoint(
     folder: Path,
     *,
     say: Callable[[str], None],
@@ -216,10 +231,10 @@ def load(
     Raises:
         CheckpointError: No checkpoint can be used.
     """
-    paths = catalogue.newest(folder)
+    paths = catalogue.list_newest(folder)
     if step is not None:
-        known_steps = sorted({step_of(path) for path in paths})
-        paths = [path for path in paths if step_of(path) == step]
+        known_steps = sorted({parse_step(path) for path in paths})
+        paths = [path for path in paths if parse_step(path) == step]
         if not paths:
             raise CheckpointError(
                 f"no checkpoint of step {step} in {folder}; there are: "
@@ -230,7 +245,7 @@ def load(
             f"no checkpoint in {folder}; save one first, or start without resuming"
         )
     if best:
-        paths = [entry.path for entry in catalogue.best(folder)]
+        paths = [entry.path for entry in catalogue.list_best(folder)]
         if not paths:
             raise CheckpointError(
                 f"no checkpoint in {folder} is the best: none was saved with a metric that is a "
@@ -240,8 +255,8 @@ def load(
     reasons: list[str] = []
     for path in paths:
         try:
-            checkpoint = _read(path, lazy=lazy, own=own)
-        except Broken as broken:
+            checkpoint = _read_verified(path, lazy=lazy, own=own)
+        except BrokenCheckpoint as broken:
             reasons.append(f"{path.name}: {broken}")
             continue
         if reasons:
@@ -250,18 +265,18 @@ def load(
     raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(reasons)}")
 
 
-def read(path: Path, *, lazy: bool = False, own: bool = True) -> Checkpoint:
+def read_checkpoint(path: Path, *, lazy: bool = False, own: bool = True) -> Checkpoint:
     """Load one checkpoint by its path, as `load_checkpoint` does.
 
     Raises `CheckpointError` if it can't be used.
     """
-    if not NAME.fullmatch(path.name):
+    if not FOLDER_NAME.fullmatch(path.name):
         raise CheckpointError(
             f"{path} is no checkpoint; give a folder with a name such as step-00000100"
         )
     try:
-        return _read(path, lazy=lazy, own=own)
-    except Broken as broken:
+        return _read_verified(path, lazy=lazy, own=own)
+    except BrokenCheckpoint as broken:
         raise CheckpointError(f"{path.name} can't be used: {broken}") from broken
 
 
@@ -269,7 +284,7 @@ def read(path: Path, *, lazy: bool = False, own: bool = True) -> Checkpoint:
 # --------------------------------------------------------------------------------------------------
 
 
-def _write(
+def _write_files(
     folder: Path,
     layouts: Iterable[tuple[str, FileLayout]],
     first_fields: dict[str, Any],
@@ -279,38 +294,46 @@ def _write(
     """Write all files of a checkpoint into `folder`, and the manifest after all others."""
     files: dict[str, WrittenFile] = {}
     for name, state in layouts:
-        tree, tensors = state_files(name)
-        files[tree] = disk.write(folder / tree, [block(json.dumps(state.tree).encode())])
-        files[tensors] = disk.write(folder / tensors, state.parts(), moved=moved)
+        tree, tensors = get_state_files(name)
+        files[tree] = disk.write_file(
+            folder / tree, [to_byte_tensor(json.dumps(state.tree).encode())]
+        )
+        files[tensors] = disk.write_file(folder / tensors, state.iterate_bytes(), moved=moved)
     if blocks is not None:
         # This waits for all workers. The index then has the rectangles of all of them.
         parts = list(blocks(folder))
         for part in parts:
             files.update(part.files)
-        files[INDEX] = disk.write(
-            folder / INDEX,
-            [block(json.dumps(to_json(merge(part.index for part in parts))).encode())],
+        files[INDEX_FILE] = disk.write_file(
+            folder / INDEX_FILE,
+            [
+                to_byte_tensor(
+                    json.dumps(index_to_json(merge_indexes(part.index for part in parts))).encode()
+                )
+            ],
         )
     # The manifest is sealed and comes last, as it has the hash of each other file.
     manifest_fields = {
-        "format": UNCUT if blocks is None else FORMAT,
+        "format": UNCUT_FORMAT if blocks is None else NEWEST_FORMAT,
         **first_fields,
         "files": {file: written._asdict() for file, written in files.items()},
     }
-    disk.write(folder / MANIFEST, [block(manifest.sealed(manifest_fields))])
-    disk.sync(folder)
+    disk.write_file(
+        folder / MANIFEST_FILE, [to_byte_tensor(manifest.seal_manifest(manifest_fields))]
+    )
+    disk.sync_folder(folder)
 
 
-def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> CheckpointError:
+def _explain_write_error(folder: Path, error: OSError, step: int, nbytes: int) -> CheckpointError:
     """Make the error for a checkpoint that couldn't be written: the reason, and what is left."""
-    older_names = [path.name for path in catalogue.newest(folder)]
+    older_names = [path.name for path in catalogue.list_newest(folder)]
     older_text = (
         f"{', '.join(older_names)} in {folder} {'is' if len(older_names) == 1 else 'are'} untouched"
         if older_names
         else f"there is none in {folder} yet"
     )
-    free = _room(folder)
-    if free < nbytes + _MARGIN or error.errno in _FULL:
+    free = _get_free_bytes(folder)
+    if free < nbytes + _NON_TENSOR_BYTES or error.errno in _DISK_FULL_ERRORS:
         reason = (
             f"the disk is full: it takes {nbytes / 1e6:.1f} MB and {free / 1e6:.1f} MB are free"
         )
@@ -323,7 +346,7 @@ def _refusal(folder: Path, error: OSError, step: int, nbytes: int) -> Checkpoint
     )
 
 
-def _room(folder: Path) -> float:
+def _get_free_bytes(folder: Path) -> float:
     """Get the free bytes on the folder's disk, or infinity if they can't be found out."""
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
@@ -335,23 +358,31 @@ def _room(folder: Path) -> float:
 # --------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
-    """Read one checkpoint. Raises `Broken` if a file isn't the one that was written."""
-    step, state_names, files = manifest.contents(path, manifest.read(path))
+def _read_verified(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
+    """Read one checkpoint. Raises `BrokenCheckpoint` if a file isn't the one that was written."""
+    step, state_names, files = manifest.parse_contents(path, manifest.read_manifest(path))
     # All hashes are checked before any content is parsed.
     for file, written in files.items():
-        _check(path / file, written)
-    cut_index = _index(path, files) if INDEX in files else {}
-    index = {**_uncut(path), **cut_index} if lazy else cut_index
+        _verify_file(path / file, written)
+    cut_index = _read_block_index(path, files) if INDEX_FILE in files else {}
+    index = {**_read_uncut_index(path), **cut_index} if lazy else cut_index
     try:
         with BlockReader(path, index) as reader:
-            tensors = logical(index) if lazy else {name: reader.read(name) for name in cut_index}
+            tensors = (
+                make_meta_tensors(index)
+                if lazy
+                else {name: reader.read_rectangle(name) for name in cut_index}
+            )
     except CheckpointError as error:
-        raise Broken(str(error)) from error
-    shared = _state(path, "", tensors, lazy=lazy)
-    snapshots = {rank: _state(path, name) for rank, name in state_names.items()} if own else {}
+        raise BrokenCheckpoint(str(error)) from error
+    shared = _read_snapshot(path, "", tensors, lazy=lazy)
+    snapshots = (
+        {rank: _read_snapshot(path, name) for rank, name in state_names.items()} if own else {}
+    )
     states = (
-        file.removesuffix(".json") for file in files if file.endswith(".json") and file != INDEX
+        file.removesuffix(".json")
+        for file in files
+        if file.endswith(".json") and file != INDEX_FILE
     )
     extra_states = tuple(
         sorted(name for name in states if name != "state" and name not in state_names.values())
@@ -359,15 +390,16 @@ def _read(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
     return Checkpoint(path, step, shared, snapshots, extra_states, index)
 
 
-def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
+def _read_block_index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
     """Read the places of cut tensors.
 
-    Raises `Broken` if the index names a file that wasn't checked, or more bytes than a file has.
+    Raises `BrokenCheckpoint` if the index names a file that wasn't checked, or more bytes than a
+    file has.
     """
     try:
-        index = from_json(json.loads((path / INDEX).read_bytes()))
+        index = index_from_json(json.loads((path / INDEX_FILE).read_bytes()))
     except (ValueError, OSError, RecursionError, CheckpointError) as error:
-        raise Broken(f"{INDEX} can't be used: {error}") from error
+        raise BrokenCheckpoint(f"{INDEX_FILE} can't be used: {error}") from error
     unknown_file = next(
         (
             stored.file
@@ -378,30 +410,34 @@ def _index(path: Path, files: Mapping[str, WrittenFile]) -> BlockIndex:
         None,
     )
     if unknown_file is not None:
-        raise Broken(f"{INDEX} names {unknown_file!r}, which {MANIFEST} doesn't")
-    for name, nbytes in stored_bytes(index).items():
+        raise BrokenCheckpoint(
+            f"{INDEX_FILE} names {unknown_file!r}, which {MANIFEST_FILE} doesn't"
+        )
+    for name, nbytes in count_stored_bytes(index).items():
         if nbytes > files[name].nbytes:
-            raise Broken(f"{INDEX} names {nbytes} bytes of {name}, which has {files[name].nbytes}")
+            raise BrokenCheckpoint(
+                f"{INDEX_FILE} names {nbytes} bytes of {name}, which has {files[name].nbytes}"
+            )
     return index
 
 
-def _uncut(path: Path) -> BlockIndex:
+def _read_uncut_index(path: Path) -> BlockIndex:
     """Read the places of tensors that were not cut."""
-    tree, tensors = state_files("")
+    tree, tensors = get_state_files("")
     try:
-        return uncut(path / tensors, json.loads((path / tree).read_bytes())["tensors"])
-    except (*UNREADABLE, OSError, struct.error) as error:
-        raise Broken(f"{tensors} can't be used: {error}") from error
+        return read_uncut_index(path / tensors, json.loads((path / tree).read_bytes())["tensors"])
+    except (*DECODING_ERRORS, OSError, struct.error) as error:
+        raise BrokenCheckpoint(f"{tensors} can't be used: {error}") from error
 
 
-def _state(
+def _read_snapshot(
     path: Path, name: str, other_tensors: Mapping[str, Tensor] | None = None, *, lazy: bool = False
 ) -> Snapshot:
     """Read one state from its two files.
 
     `given` has tensors that are stored elsewhere. With `lazy` it has all tensors.
     """
-    tree, tensors = state_files(name)
+    tree, tensors = get_state_files(name)
     current_file = tree
     try:
         content = json.loads((path / tree).read_bytes())
@@ -411,27 +447,30 @@ def _state(
         snapshot = Snapshot(
             content["version"],
             content["tree"],
-            {**lift(stored_tensors, {} if lazy else content["tensors"]), **(other_tensors or {})},
+            {
+                **restore_dtypes(stored_tensors, {} if lazy else content["tensors"]),
+                **(other_tensors or {}),
+            },
         )
-        snapshot.check()
-    except (*UNREADABLE, OSError, safetensors.SafetensorError, CheckpointError) as error:
+        snapshot.check_readable()
+    except (*DECODING_ERRORS, OSError, safetensors.SafetensorError, CheckpointError) as error:
         # The hash is right, so the file is not damaged. It was written in another form.
-        error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:_SHOWN]}"
-        raise Broken(
+        error_text = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_ERROR_LENGTH]}"
+        raise BrokenCheckpoint(
             f"{current_file} can't be used: another version of paceline, or of torch, "
             f"has written it ({error_text})"
         ) from error
     return snapshot
 
 
-def _check(path: Path, written: WrittenFile) -> None:
+def _verify_file(path: Path, written: WrittenFile) -> None:
     try:
         nbytes = path.lstat().st_size
         if nbytes != written.nbytes:
-            raise Broken(f"{path.name} has {nbytes} bytes instead of {written.nbytes}")
-        if disk.sha256(path) != written.sha256:
-            raise Broken(
+            raise BrokenCheckpoint(f"{path.name} has {nbytes} bytes instead of {written.nbytes}")
+        if disk.compute_sha256(path) != written.sha256:
+            raise BrokenCheckpoint(
                 f"{path.name} is damaged: its content doesn't have the hash it was written with"
             )
     except OSError as error:
-        raise Broken(f"{path.name} can't be read ({error.strerror})") from error
+        raise BrokenCheckpoint(f"{path.name} can't be read ({error.strerror})") from error

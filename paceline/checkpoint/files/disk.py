@@ -23,14 +23,14 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-PIECE: Final = 4 << 20  # bytes that are hashed and written in one go
-PAGE: Final = 4096
-_CAREFUL: Final = (
+WRITE_SIZE: Final = 4 << 20  # bytes that are hashed and written in one go
+PAGE_SIZE: Final = 4096
+_SAFE_OPEN_FLAGS: Final = (
     getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 )
-_DIRECT: Final = getattr(os, "O_DIRECT", 0)
+_DIRECT_FLAG: Final = getattr(os, "O_DIRECT", 0)
 # Errors of a write with O_DIRECT, if the file system, the disk or the memory doesn't allow it.
-_NOT_SO: Final = (errno.EINVAL, errno.EFAULT)
+_DIRECT_REFUSED: Final = (errno.EINVAL, errno.EFAULT)
 
 
 class WrittenFile(NamedTuple):
@@ -40,7 +40,7 @@ class WrittenFile(NamedTuple):
     sha256: str
 
 
-def write(
+def write_file(
     path: Path, parts: Iterable[Tensor], *, moved: Callable[[int], None] = lambda nbytes: None
 ) -> WrittenFile:
     """Write tensors one after the other to a new file, and wait until the disk has them.
@@ -54,59 +54,59 @@ def write(
         OSError: The file exists, or can't be written.
     """
     sha256_digest, nbytes = hashlib.sha256(), 0
-    with _Sink(path) as sink:
+    with _FileWriter(path) as sink:
         for part in parts:
             # O_DIRECT needs whole pages both in memory and in the file. The rest of a piece goes
             # through the page cache.
             part_bytes, is_aligned = (
                 part.numpy().data,
-                part.data_ptr() % PAGE == 0 and nbytes % PAGE == 0,
+                part.data_ptr() % PAGE_SIZE == 0 and nbytes % PAGE_SIZE == 0,
             )
-            for start in range(0, len(part_bytes), PIECE):
-                piece = part_bytes[start : start + PIECE]
+            for start in range(0, len(part_bytes), WRITE_SIZE):
+                piece = part_bytes[start : start + WRITE_SIZE]
                 sha256_digest.update(piece)
-                direct_nbytes = len(piece) // PAGE * PAGE if is_aligned else 0
-                sink.put(piece[:direct_nbytes], direct=True)
-                sink.put(piece[direct_nbytes:], direct=False)
+                direct_nbytes = len(piece) // PAGE_SIZE * PAGE_SIZE if is_aligned else 0
+                sink.write_piece(piece[:direct_nbytes], direct=True)
+                sink.write_piece(piece[direct_nbytes:], direct=False)
                 moved(len(piece))
             nbytes += len(part_bytes)
     return WrittenFile(nbytes, sha256_digest.hexdigest())
 
 
-def block(data: bytes) -> Tensor:
+def to_byte_tensor(data: bytes) -> Tensor:
     """Copy `data` into a tensor of bytes, for `write_file`."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def read(path: Path, most: int) -> bytes:
+def read_file(path: Path, most: int) -> bytes:
     """Read all of a file.
 
     Raises OSError if it has more than `most` bytes, or as `open_plain_file` does.
     """
-    with opened(path) as file:
+    with open_plain_file(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes")
     return data
 
 
-def sha256(path: Path) -> str:
+def compute_sha256(path: Path) -> str:
     """Compute the SHA-256 of a file. Raises OSError."""
-    with opened(path) as file:
+    with open_plain_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def opened(path: Path) -> BufferedReader:
+def open_plain_file(path: Path) -> BufferedReader:
     """Open a plain file for reading. Raises OSError for anything else.
 
     A link may lead to a file outside of the checkpoint, and opening a pipe may wait forever.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
         raise OSError(errno.EINVAL, "it is no file, but a link, a folder, a pipe or a device")
-    return os.fdopen(os.open(path, os.O_RDONLY | _CAREFUL), "rb")
+    return os.fdopen(os.open(path, os.O_RDONLY | _SAFE_OPEN_FLAGS), "rb")
 
 
-def sync(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Wait until the names in a folder are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -115,36 +115,40 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-class _Sink:
+class _FileWriter:
     """A new file that is open for writing. It is synced if its block ends without an error."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._direct, self._refused = False, not _DIRECT
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._is_direct, self._refuses_direct = False, not _DIRECT_FLAG
 
-    def __enter__(self) -> _Sink:
+    def __enter__(self) -> _FileWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                os.fsync(self._file)
+                os.fsync(self._descriptor)
         finally:
-            os.close(self._file)
+            os.close(self._descriptor)
 
-    def put(self, piece: memoryview, *, direct: bool) -> None:
+    def write_piece(self, piece: memoryview, *, direct: bool) -> None:
         """Write all of a piece, with O_DIRECT until it is refused."""
         while piece:
             try:
-                self._switch(direct and not self._refused)
-                piece = piece[os.write(self._file, piece) :]
+                self._set_direct(direct and not self._refuses_direct)
+                piece = piece[os.write(self._descriptor, piece) :]
             except OSError as error:
-                if error.errno not in _NOT_SO or self._refused or not direct:
+                if error.errno not in _DIRECT_REFUSED or self._refuses_direct or not direct:
                     raise
-                self._refused = True
+                self._refuses_direct = True
 
-    def _switch(self, direct: bool) -> None:
-        if direct != self._direct:
-            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
-            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
-            self._direct = direct
+    def _set_direct(self, direct: bool) -> None:
+        if direct != self._is_direct:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(
+                self._descriptor,
+                fcntl.F_SETFL,
+                flags | _DIRECT_FLAG if direct else flags & ~_DIRECT_FLAG,
+            )
+            self._is_direct = direct

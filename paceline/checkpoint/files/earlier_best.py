@@ -17,62 +17,65 @@ import stat
 from pathlib import Path
 
 from paceline.checkpoint.files import catalogue, disk, manifest, pending
-from paceline.checkpoint.files.disk import block
-from paceline.checkpoint.files.manifest import MANIFEST, Broken
+from paceline.checkpoint.files.disk import to_byte_tensor
+from paceline.checkpoint.files.manifest import MANIFEST_FILE, BrokenCheckpoint
 from paceline.errors import CheckpointError
 
-OLDEST = 0  # older than the serials of all checkpoints that the run saves itself
-_NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
+INHERITED_SERIAL = 0  # older than the serials of all checkpoints that the run saves itself
+_LINK_UNSUPPORTED = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
-def inherit(folder: Path, earlier: Path) -> Path | None:
+def inherit_best(folder: Path, earlier: Path) -> Path | None:
     """Copy the best checkpoint of `earlier` to `folder`, if it is better than those in `folder`.
 
     Returns its new path. None if it isn't better, or if it was saved with the other `best`. Raises
     `CheckpointError` if files can't be linked or copied. Nothing half-copied stays.
     """
-    ranked = catalogue.best(earlier)
+    ranked = catalogue.list_best(earlier)
     if not ranked:
         return None
-    current, inherited = catalogue.entries(folder), ranked[0]
-    wanted = catalogue.direction(current)
+    current, inherited = catalogue.list_entries(folder), ranked[0]
+    wanted = catalogue.find_direction(current)
     if inherited.metric is None or (wanted is not None and inherited.metric.best != wanted):
         return None  # it was measured in the other direction
-    current_ranked = catalogue.by_metric(current)
+    current_ranked = catalogue.rank_by_metric(current)
     if (
         current_ranked
         and current_ranked[0].metric is not None
-        and (current_ranked[0].metric.rank, current_ranked[0].step)
-        <= (inherited.metric.rank, inherited.step)
+        and (current_ranked[0].metric.sort_key, current_ranked[0].step)
+        <= (inherited.metric.sort_key, inherited.step)
     ):
         return None
     try:
-        with pending.ending(pending.reserve(folder)) as place:
-            _copy(inherited.path, place)
-            target = catalogue.free(folder, inherited.step)
+        with pending.remove_afterwards(pending.reserve_folder(folder)) as place:
+            _copy_checkpoint(inherited.path, place)
+            target = catalogue.choose_free_path(folder, inherited.step)
             place.rename(target)
-        disk.sync(folder)
-    except (OSError, Broken) as error:
+        disk.sync_folder(folder)
+    except (OSError, BrokenCheckpoint) as error:
         raise CheckpointError(
             f"the best checkpoint so far, {inherited.path}, can't be copied to {folder}: {error}"
         ) from error
     return target
 
 
-def _copy(path: Path, place: Path) -> None:
+def _copy_checkpoint(path: Path, place: Path) -> None:
     """Link all files of a checkpoint to `place`, and write a manifest with the lowest serial.
 
-    Raises `Broken` or `OSError`.
+    Raises `BrokenCheckpoint` or `OSError`.
     """
-    fields = manifest.read(path)
-    _, _, files = manifest.contents(path, fields)
+    fields = manifest.read_manifest(path)
+    _, _, files = manifest.parse_contents(path, fields)
     for file in files:
-        _link(path / file, place / file)
-    disk.write(place / MANIFEST, [block(manifest.sealed({**fields, "serial": OLDEST}))])
-    disk.sync(place)
+        _link_or_copy(path / file, place / file)
+    disk.write_file(
+        place / MANIFEST_FILE,
+        [to_byte_tensor(manifest.seal_manifest({**fields, "serial": INHERITED_SERIAL}))],
+    )
+    disk.sync_folder(place)
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_or_copy(source: Path, target: Path) -> None:
     if not stat.S_ISREG(source.lstat().st_mode):
         raise OSError(
             errno.EINVAL, f"{source} is no file, but a link, a folder, a pipe or a device"
@@ -80,7 +83,7 @@ def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in _LINK_UNSUPPORTED:
             raise
         shutil.copyfile(source, target, follow_symlinks=False)
-        disk.sync(target)
+        disk.sync_folder(target)

@@ -23,16 +23,22 @@ from torch import Tensor
 from paceline.checkpoint.files import checkpoint, disk
 from paceline.checkpoint.files.block_files import BlockReader, LazyTensors
 from paceline.checkpoint.files.checkpoint import Checkpoint
-from paceline.checkpoint.files.disk import block
-from paceline.checkpoint.files.file_layout import NAMES, header
-from paceline.checkpoint.files.manifest import MANIFEST
+from paceline.checkpoint.files.disk import to_byte_tensor
+from paceline.checkpoint.files.file_layout import SAFETENSORS_DTYPES, write_header
+from paceline.checkpoint.files.manifest import MANIFEST_FILE
 from paceline.errors import CheckpointError, UsageError
-from paceline.formatting import choices
-from paceline.state.snapshot import UNREADABLE, Json, decode, entries, raw
+from paceline.formatting import format_choices
+from paceline.state.snapshot import (
+    DECODING_ERRORS,
+    Json,
+    decode_tree,
+    subtrees_by_key,
+    view_cpu_bytes,
+)
 
-SUFFIX: Final = ".safetensors"
-_MODEL: Final = re.compile(r"model\d*")
-Say = Callable[[str], None]
+EXPORT_SUFFIX: Final = ".safetensors"
+_MODEL_NAME: Final = re.compile(r"model\d*")
+AnnounceMessage = Callable[[str], None]
 
 
 def state_dict(
@@ -56,21 +62,21 @@ def state_dict(
         CheckpointError: No checkpoint can be used.
         UsageError: The checkpoint has no such part; the error names its parts.
     """
-    loaded = locate(Path(folder), lambda text: warnings.warn(text, stacklevel=3), best=best)
-    tree = model_tree(loaded, part)
-    with BlockReader(loaded.path, loaded.index) as reader, _readable(loaded):
-        state: dict[str, Any] = decode(tree, LazyTensors(reader))
+    loaded = load_lazily(Path(folder), lambda text: warnings.warn(text, stacklevel=3), best=best)
+    tree = get_model_tree(loaded, part)
+    with BlockReader(loaded.path, loaded.index) as reader, _convert_parse_errors(loaded):
+        state: dict[str, Any] = decode_tree(tree, LazyTensors(reader))
     return state
 
 
-def export(
+def export_model(
     folder: Path,
     out: Path,
     part: str | None = None,
     *,
     best: bool = False,
     force: bool = False,
-    say: Say,
+    say: AnnounceMessage,
 ) -> Checkpoint:
     """Write a model from a checkpoint to one file of safetensors, and return the checkpoint.
 
@@ -88,24 +94,26 @@ def export(
         CheckpointError: No checkpoint can be used, or `out` can't be written.
         UsageError: An argument can't be used. The error says what to give.
     """
-    if out.suffix != SUFFIX:
+    if out.suffix != EXPORT_SUFFIX:
         raise UsageError(
-            f"{out} doesn't end in {SUFFIX}, the only format that is written; "
+            f"{out} doesn't end in {EXPORT_SUFFIX}, the only format that is written; "
             "for other formats use torch.save(paceline.state_dict(...))"
         )
     if out.exists() and not force:
         raise UsageError(f"{out} exists already; choose another name, or replace it with --force")
-    loaded = locate(folder, say, best=best)
-    nodes = _entries(model_tree(loaded, part))
+    loaded = load_lazily(folder, say, best=best)
+    nodes = _split_state_dict(get_model_tree(loaded, part))
     with BlockReader(loaded.path, loaded.index) as reader:
         tensors = LazyTensors(reader)
-        with _readable(loaded):
-            shapes = {name: decode(node, loaded.snapshot.tensors) for name, node in nodes.items()}
+        with _convert_parse_errors(loaded):
+            shapes = {
+                name: decode_tree(node, loaded.snapshot.tensors) for name, node in nodes.items()
+            }
         # Check all names and dtypes before anything is written. The tensors are not read yet.
         if unsupported := [
             name
             for name, form in shapes.items()
-            if not isinstance(form, Tensor) or form.dtype not in NAMES
+            if not isinstance(form, Tensor) or form.dtype not in SAFETENSORS_DTYPES
         ]:
             kind = (
                 shapes[unsupported[0]].dtype
@@ -113,20 +121,20 @@ def export(
                 else type(shapes[unsupported[0]]).__qualname__
             )
             raise CheckpointError(
-                f"{unsupported[0]} is a {kind}, which {SUFFIX} can't store; "
+                f"{unsupported[0]} is a {kind}, which {EXPORT_SUFFIX} can't store; "
                 "save the result of paceline.state_dict"
             )
 
         def parts() -> Iterator[Tensor]:
-            yield block(header(shapes, notes={"format": "pt"}))
+            yield to_byte_tensor(write_header(shapes, notes={"format": "pt"}))
             for name in shapes:
-                yield raw(decode(nodes[name], tensors))
+                yield view_cpu_bytes(decode_tree(nodes[name], tensors))
 
-        _replace(out, parts())
+        _replace_file(out, parts())
     return loaded
 
 
-def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
+def load_lazily(folder: Path, say: AnnounceMessage, *, best: bool = False) -> Checkpoint:
     """Load the checkpoint that a folder stands for, without its tensors.
 
     States of single ranks are left out.
@@ -145,20 +153,20 @@ def locate(folder: Path, say: Say, *, best: bool = False) -> Checkpoint:
             f"there is no folder {folder}; give that of a run, such as runs/NAME, "
             "or of one of its checkpoints"
         )
-    if (folder / MANIFEST).exists():
+    if (folder / MANIFEST_FILE).exists():
         if best:
             raise UsageError(
                 f"{folder} is one checkpoint: give the folder of its run "
                 "to get the best, or leave out best"
             )
-        return checkpoint.read(folder, lazy=True, own=False)
+        return checkpoint.read_checkpoint(folder, lazy=True, own=False)
     inner = folder / "checkpoints"
-    return checkpoint.load(
+    return checkpoint.load_checkpoint(
         inner if inner.is_dir() else folder, say=say, best=best, lazy=True, own=False
     )
 
 
-def model_tree(loaded: Checkpoint, requested: str | None) -> Json:
+def get_model_tree(loaded: Checkpoint, requested: str | None) -> Json:
     """Get the tree of the requested part, or of the only model.
 
     Raises `UsageError` if there is no such part.
@@ -166,21 +174,21 @@ def model_tree(loaded: Checkpoint, requested: str | None) -> Json:
     tree = loaded.snapshot.tree
     if not isinstance(tree, dict) or "$" in tree:
         raise CheckpointError(f"{loaded.path.name} is not what a run saves; use another one")
-    models = [name for name in tree if _MODEL.fullmatch(name)]
+    models = [name for name in tree if _MODEL_NAME.fullmatch(name)]
     if requested is None and len(models) != 1:
         count = f"{len(models)} models" if models else "no model"
         raise UsageError(
-            f"{loaded.path.name} has {count}: say which part is meant; {choices('', tree)}"
+            f"{loaded.path.name} has {count}: say which part is meant; {format_choices('', tree)}"
         )
     name = models[0] if requested is None else requested
     if name not in tree:
-        raise UsageError(f"{loaded.path.name} has no part {name!r}; {choices(name, tree)}")
+        raise UsageError(f"{loaded.path.name} has no part {name!r}; {format_choices(name, tree)}")
     return tree[name]
 
 
-def _entries(tree: Json) -> dict[str, Json]:
+def _split_state_dict(tree: Json) -> dict[str, Json]:
     """Split the tree of a state dict into the trees of its entries, by name."""
-    nodes = entries(tree)
+    nodes = subtrees_by_key(tree)
     if not nodes:
         raise CheckpointError(
             "this part is no dict of tensors: use paceline.state_dict, which reads any state"
@@ -189,28 +197,28 @@ def _entries(tree: Json) -> dict[str, Json]:
 
 
 @contextlib.contextmanager
-def _readable(loaded: Checkpoint) -> Iterator[None]:
+def _convert_parse_errors(loaded: Checkpoint) -> Iterator[None]:
     """Turn errors of parsing a tree into `CheckpointError`.
 
     A hash doesn't prove that paceline wrote a file. Any program can write files with valid hashes.
     """
     try:
         yield
-    except UNREADABLE as error:
+    except DECODING_ERRORS as error:
         raise CheckpointError(
             f"{loaded.path.name} is not what a run saves ({type(error).__name__}: {error}); "
             "use another one"
         ) from error
 
 
-def _replace(out: Path, parts: Iterator[Tensor]) -> None:
+def _replace_file(out: Path, parts: Iterator[Tensor]) -> None:
     """Write a file under a temporary name, and rename it once all of it is on the disk."""
     temporary = out.with_name(f".{out.name}.saving-{os.getpid()}")
     try:
         try:
-            disk.write(temporary, parts)
+            disk.write_file(temporary, parts)
             temporary.replace(out)
-            disk.sync(out.parent)
+            disk.sync_folder(out.parent)
         finally:
             temporary.unlink(missing_ok=True)
     except OSError as error:

@@ -20,13 +20,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.files.disk import block
+from paceline.checkpoint.files.disk import to_byte_tensor
 from paceline.errors import CheckpointError
-from paceline.state.snapshot import Json, Snapshot, plain, raw
+from paceline.state.snapshot import Json, Snapshot, convert_dtypes, view_cpu_bytes
 
-_LENGTH: Final = struct.Struct("<Q")
-_ALIGNED: Final = 8  # The header is padded to a multiple of this number of bytes.
-NAMES: Final = {
+_LENGTH_FIELD: Final = struct.Struct("<Q")
+_ALIGNMENT: Final = 8  # The header is padded to a multiple of this number of bytes.
+SAFETENSORS_DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -48,32 +48,32 @@ class FileLayout:
     """
 
     tree: dict[str, Json]
-    head: bytes
+    header: bytes
     tensors: tuple[Tensor, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the second file."""
-        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors)
+        return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
-    def parts(self) -> Iterator[Tensor]:
+    def iterate_bytes(self) -> Iterator[Tensor]:
         """Yield the bytes of the second file in order, as tensors (1-D, uint8, on the CPU).
 
         Tensors are copied from their device one by one.
         """
-        if self.head:
-            yield block(self.head)
+        if self.header:
+            yield to_byte_tensor(self.header)
         for tensor in self.tensors:
-            yield raw(tensor)
+            yield view_cpu_bytes(tensor)
 
-    def hold(self, room: CopyMemory, number: int) -> FileLayout:
+    def copy_into(self, room: CopyMemory, number: int) -> FileLayout:
         """Copy all bytes into the block `number` of `room`, and return the layout of the copy.
 
         The former content of the block is overwritten.
         """
-        block_bytes = room.place(number, self.nbytes)
-        end = len(self.head)
-        block_bytes[:end].copy_(block(self.head))
+        block_bytes = room.get_block(number, self.nbytes)
+        end = len(self.header)
+        block_bytes[:end].copy_(to_byte_tensor(self.header))
         for tensor in self.tensors:
             begin, end = end, end + tensor.nbytes
             if begin < end:
@@ -85,42 +85,44 @@ class FileLayout:
             torch.cuda.current_stream(device).synchronize()
         return FileLayout(self.tree, b"", (block_bytes,))
 
-    def dump(self) -> Tensor:
+    def pack_bytes(self) -> Tensor:
         """Pack both files into one tensor of bytes, to be sent to another worker."""
         tree = json.dumps(self.tree).encode()
-        packed = torch.empty(_LENGTH.size + len(tree) + self.nbytes, dtype=torch.uint8)
+        packed = torch.empty(_LENGTH_FIELD.size + len(tree) + self.nbytes, dtype=torch.uint8)
         end = 0
-        for part in itertools.chain([block(_LENGTH.pack(len(tree)) + tree)], self.parts()):
+        for part in itertools.chain(
+            [to_byte_tensor(_LENGTH_FIELD.pack(len(tree)) + tree)], self.iterate_bytes()
+        ):
             begin, end = end, end + part.nbytes
             packed[begin:end].copy_(part)
         return packed
 
 
-def image(snapshot: Snapshot) -> FileLayout:
+def lay_out_snapshot(snapshot: Snapshot) -> FileLayout:
     """Lay out `snapshot` as two files.
 
     Its tensors are not copied. They must not change before they are copied or written.
     """
-    tensors, notes = plain(snapshot.tensors)
+    tensors, notes = convert_dtypes(snapshot.tensors)
     # The largest elements come first. So each tensor is aligned for its dtype.
     order = sorted(tensors, key=lambda path: (-tensors[path].element_size(), path))
     tree = {"version": snapshot.version, "tree": snapshot.tree, "tensors": notes}
     return FileLayout(
         tree,
-        header({path: tensors[path] for path in order}),
+        write_header({path: tensors[path] for path in order}),
         tuple(tensors[path] for path in order),
     )
 
 
-def received(packed: Tensor) -> FileLayout:
+def unpack_layout(packed: Tensor) -> FileLayout:
     """Unpack the result of `FileLayout.pack_bytes` from another worker."""
     data = packed.numpy().data
-    (length,) = _LENGTH.unpack_from(data)
-    begin = _LENGTH.size + length
-    return FileLayout(json.loads(bytes(data[_LENGTH.size : begin])), b"", (packed[begin:],))
+    (length,) = _LENGTH_FIELD.unpack_from(data)
+    begin = _LENGTH_FIELD.size + length
+    return FileLayout(json.loads(bytes(data[_LENGTH_FIELD.size : begin])), b"", (packed[begin:],))
 
 
-def header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = None) -> bytes:
+def write_header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = None) -> bytes:
     """Write the beginning of a safetensors file. The bytes of `tensors` have to follow, in order.
 
     Only dtypes and shapes are used, so tensors may be on the device "meta". `notes` becomes the
@@ -131,13 +133,13 @@ def header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = N
     for path, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
         entries[path] = {
-            "dtype": NAMES[tensor.dtype],
+            "dtype": SAFETENSORS_DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNED)
-    return _LENGTH.pack(len(text)) + text
+    text += b" " * (-(_LENGTH_FIELD.size + len(text)) % _ALIGNMENT)
+    return _LENGTH_FIELD.pack(len(text)) + text
 
 
 class CopyMemory:
@@ -152,22 +154,24 @@ class CopyMemory:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned = pinned
-        self._places: dict[int, Tensor] = {}
+        self._blocks: dict[int, Tensor] = {}
 
-    def place(self, number: int, nbytes: int) -> Tensor:
+    def get_block(self, number: int, nbytes: int) -> Tensor:
         """Get `nbytes` bytes of the block `number`, with arbitrary content."""
-        if number not in self._places or self._places[number].nbytes < nbytes:
+        if number not in self._blocks or self._blocks[number].nbytes < nbytes:
             # Free the old block first, so that there are never two of them.
-            self._places.pop(number, None)
-            self._places[number] = _pinned(nbytes) if self.pinned else _mapped(nbytes)
-        return self._places[number][:nbytes]
+            self._blocks.pop(number, None)
+            self._blocks[number] = (
+                _allocate_pinned(nbytes) if self.pinned else _allocate_mapped(nbytes)
+            )
+        return self._blocks[number][:nbytes]
 
 
-def _pinned(nbytes: int) -> Tensor:
+def _allocate_pinned(nbytes: int) -> Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def _mapped(nbytes: int) -> Tensor:
+def _allocate_mapped(nbytes: int) -> Tensor:
     try:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

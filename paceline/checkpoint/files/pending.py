@@ -22,15 +22,15 @@ from typing import Any, Final
 
 from paceline.checkpoint.files import disk
 from paceline.checkpoint.files.block_files import BlocksLayout
-from paceline.checkpoint.files.disk import WrittenFile, block
+from paceline.checkpoint.files.disk import WrittenFile, to_byte_tensor
 from paceline.errors import CheckpointError
-from paceline.state.blocks import BlockIndex, from_json, to_json
+from paceline.state.blocks import BlockIndex, index_from_json, index_to_json
 
-SAVING: Final = ".saving-"
+SAVING_PREFIX: Final = ".saving-"
 # Errors of removing a folder while a process that is about to end still writes to it.
-_ALIVE: Final = (errno.ENOENT, errno.ENOTEMPTY)
-_NAP: Final = 0.01  # seconds between two looks at the folder
-_MOST: Final = 1 << 30  # bytes of a worker's note
+_BUSY_FOLDER_ERRORS: Final = (errno.ENOENT, errno.ENOTEMPTY)
+_POLL_SECONDS: Final = 0.01  # seconds between two looks at the folder
+_MAX_NOTE_BYTES: Final = 1 << 30  # bytes of a worker's note
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,22 @@ class WrittenBlocks:
     index: BlockIndex
 
 
-def reserve(folder: Path) -> Path:
+def reserve_folder(folder: Path) -> Path:
     """Make an empty folder for a new checkpoint, and remove leftovers of killed processes.
 
     Raises OSError.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
+    _remove_leftovers(folder)
     # The folder of mkdtemp is for its owner alone. The inner one has the usual permissions, and
     # becomes the checkpoint.
-    inner_folder = Path(tempfile.mkdtemp(prefix=SAVING, dir=folder)) / "new"
+    inner_folder = Path(tempfile.mkdtemp(prefix=SAVING_PREFIX, dir=folder)) / "new"
     inner_folder.mkdir()
     return inner_folder
 
 
 @contextlib.contextmanager
-def ending(place: Path) -> Iterator[Path]:
+def remove_afterwards(place: Path) -> Iterator[Path]:
     """Remove the folders of `reserve_folder` at the end of the block, also after an error.
 
     After an error other workers may still be writing. The folder gets another name first, so that
@@ -70,17 +70,17 @@ def ending(place: Path) -> Iterator[Path]:
         shutil.rmtree(place.parent, ignore_errors=True)
 
 
-def _sweep(folder: Path) -> None:
+def _remove_leftovers(folder: Path) -> None:
     """Remove the leftovers of processes that were killed."""
-    for path in folder.glob(f"{SAVING}*"):
+    for path in folder.glob(f"{SAVING_PREFIX}*"):
         try:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         except OSError as error:
-            if error.errno not in _ALIVE:
+            if error.errno not in _BUSY_FOLDER_ERRORS:
                 raise
 
 
-def leave(
+def write_part(
     place: Path,
     number: int,
     layout: BlocksLayout,
@@ -100,17 +100,21 @@ def leave(
         CheckpointError: The part or its note couldn't be written.
     """
     try:
-        written = disk.write(place / layout.file, layout.layout.parts(), moved=moved)
+        written = disk.write_file(place / layout.file, layout.layout.iterate_bytes(), moved=moved)
     except OSError as error:
         reason = f"worker {number} can't write its part: {error}"
         with contextlib.suppress(OSError):
-            _say(place, number, {"error": reason})
+            _write_note(place, number, {"error": reason})
         raise CheckpointError(reason) from error
     try:
-        _say(
+        _write_note(
             place,
             number,
-            {"file": layout.file, "written": written._asdict(), "index": to_json(layout.index)},
+            {
+                "file": layout.file,
+                "written": written._asdict(),
+                "index": index_to_json(layout.index),
+            },
         )
     except OSError as error:
         raise CheckpointError(
@@ -118,7 +122,7 @@ def leave(
         ) from error
 
 
-def collect(place: Path, numbers: Sequence[int], seconds: float) -> list[WrittenBlocks]:
+def collect_parts(place: Path, numbers: Sequence[int], seconds: float) -> list[WrittenBlocks]:
     """Wait until the workers with these ranks have written their parts.
 
     Raises `CheckpointError` for the first worker that fails, or that has no note after `seconds`.
@@ -126,7 +130,7 @@ def collect(place: Path, numbers: Sequence[int], seconds: float) -> list[Written
     deadline = time.monotonic() + seconds
     contents = []
     for number in numbers:
-        note_path = _sign(place, number)
+        note_path = _note_path(place, number)
         while not note_path.exists():
             if time.monotonic() > deadline:
                 raise CheckpointError(
@@ -134,32 +138,33 @@ def collect(place: Path, numbers: Sequence[int], seconds: float) -> list[Written
                     f"{seconds:g} s; check whether that worker hangs, or raise "
                     "start(deadline=seconds) if the disk is slow"
                 )
-            time.sleep(_NAP)
-        contents.append(_heard(note_path))
+            time.sleep(_POLL_SECONDS)
+        contents.append(_read_note(note_path))
     return contents
 
 
-def _say(place: Path, number: int, what: dict[str, Any]) -> None:
+def _write_note(place: Path, number: int, what: dict[str, Any]) -> None:
     # The first worker polls for the note. The rename makes sure that it never reads half of one.
-    note_path = _sign(place, number)
+    note_path = _note_path(place, number)
     half_path = note_path.with_suffix(".half")
-    disk.write(half_path, [block(json.dumps(what).encode())])
+    disk.write_file(half_path, [to_byte_tensor(json.dumps(what).encode())])
     half_path.replace(note_path)
 
 
-def _heard(sign: Path) -> WrittenBlocks:
+def _read_note(sign: Path) -> WrittenBlocks:
     """Read the note of a worker, and remove it, as it is no part of the checkpoint."""
     try:
-        note = json.loads(disk.read(sign, _MOST))
+        note = json.loads(disk.read_file(sign, _MAX_NOTE_BYTES))
         sign.unlink()
         if "error" in note:
             raise CheckpointError(note["error"])
         return WrittenBlocks(
-            {note["file"]: WrittenFile(**note["written"])}, from_json(note["index"], partial=True)
+            {note["file"]: WrittenFile(**note["written"])},
+            index_from_json(note["index"], partial=True),
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"the note {sign.name} can't be read: {error}") from error
 
 
-def _sign(place: Path, number: int) -> Path:
+def _note_path(place: Path, number: int) -> Path:
     return place / f"blocks-{number:05d}.done"

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 from paceline.cluster.hosts.peers import Failure
 
-_KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
-_LONGEST = 1 << 16  # bytes of a message without its file
+_SOCKET_KIND = socket.AF_UNIX, socket.SOCK_SEQPACKET
+_MAX_MESSAGE_BYTES = 1 << 16  # bytes of a message without its file
 
 
 class CallMessage(NamedTuple):
@@ -47,10 +47,10 @@ class CallChannel:
         self._wire = wire
 
     @classmethod
-    def inherited(cls, descriptor: int) -> CallChannel:
+    def from_descriptor(cls, descriptor: int) -> CallChannel:
         """Open the end that this process has inherited. Its own children don't inherit it."""
         os.set_inheritable(descriptor, False)
-        return cls(socket.fromfd(descriptor, *_KIND))
+        return cls(socket.fromfd(descriptor, *_SOCKET_KIND))
 
     def fileno(self) -> int:
         """Descriptor of the socket, for `select` and `poll`."""
@@ -107,7 +107,9 @@ class CallChannel:
         """
         try:
             data, ancillary, _, _ = self._wire.recvmsg(
-                _LONGEST, socket.CMSG_SPACE(4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                _MAX_MESSAGE_BYTES,
+                socket.CMSG_SPACE(4),
+                socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC,
             )
         except (BlockingIOError, ConnectionResetError):
             return None
@@ -125,21 +127,21 @@ class CallChannel:
         return CallMessage(kind, fields, body)
 
 
-def channel() -> tuple[CallChannel, socket.socket]:
+def make_channel() -> tuple[CallChannel, socket.socket]:
     """Make a channel. Returns the end of the caller, and the end that other processes inherit."""
-    caller_end, inherited_end = socket.socketpair(*_KIND)
+    caller_end, inherited_end = socket.socketpair(*_SOCKET_KIND)
     return CallChannel(caller_end), inherited_end
 
 
-def judge(call: tuple[int, int] | None) -> Callable[[Failure], None] | None:
+def make_verdict_sender(call: tuple[int, int] | None) -> Callable[[Failure], None] | None:
     """Make the function that tells the caller which worker has failed first. None without a call.
 
     `call` has the descriptors of a `LaunchRequest`.
     """
-    return None if call is None else partial(_tell, CallChannel.inherited(call[1]))
+    return None if call is None else partial(_send_verdict, CallChannel.from_descriptor(call[1]))
 
 
-def _tell(channel: CallChannel, failure: Failure) -> None:
+def _send_verdict(channel: CallChannel, failure: Failure) -> None:
     """Send the verdict: the failed worker, a line about it, and the end of its output."""
-    fields = {"number": failure.rank, "line": failure.line().removeprefix("paceline: ")}
+    fields = {"number": failure.rank, "line": failure.summary_line().removeprefix("paceline: ")}
     channel.send("verdict", fields, lambda file: file.write(failure.tail.encode(errors="replace")))

@@ -25,16 +25,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-PORTS = 1 << 16
-ASK = b'{"ask": true}\n'
+PORT_COUNT = 1 << 16
+ASK_COMMAND = b'{"ask": true}\n'
 # SIGUSR1 and SIGUSR2 may have handlers of scripts (Slurm sends them too), but this signal is free.
 # It may only be sent to a worker that has reported `shows`: it would end any other process.
-STACK = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
+STACK_SIGNAL = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
 
 
-def named(serial: int, port: int) -> int:
+def make_worker_number(serial: int, port: int) -> int:
     """Make the number of a worker, unique in its job. It contains the port of its store."""
-    return serial * PORTS + port
+    return serial * PORT_COUNT + port
 
 
 class Member(NamedTuple):
@@ -48,7 +48,7 @@ class Member(NamedTuple):
     @property
     def port(self) -> int:
         """Port on which the worker serves its store."""
-        return self.worker % PORTS
+        return self.worker % PORT_COUNT
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Roster:
         return tuple(member.worker for member in self.members)
 
     @property
-    def mark(self) -> str:
+    def unique_text(self) -> str:
         """Text that no other view has, of this or another start of the job.
 
         It is unique because half of each worker's number is random.
@@ -95,7 +95,7 @@ class Roster:
         )
 
 
-def asked(descriptor: int, seconds: float) -> bool:
+def wait_for_question(descriptor: int, seconds: float) -> bool:
     """Wait up to some seconds for the launcher to ask for this worker's position.
 
     For workers that get no other commands. Returns whether it has asked.
@@ -109,7 +109,7 @@ def asked(descriptor: int, seconds: float) -> bool:
         # The launcher is gone, and this worker will be soon. A closed pipe is always readable, so
         # the caller would poll it without a pause.
         time.sleep(seconds)
-    return ASK in data
+    return ASK_COMMAND in data
 
 
 class CommandPipe:
@@ -123,22 +123,24 @@ class CommandPipe:
         self._descriptor, self._answer = descriptor, answer
         self._changed = threading.Condition()
         self._rosters: dict[int, Roster] = {}
-        self._needed: frozenset[int] = frozenset()
-        self._since = 0
-        self.leaving = False  # whether the launcher has asked this worker to leave
+        self._needed_workers: frozenset[int] = frozenset()
+        self._watched_since = 0
+        self.asked_to_leave = False  # whether the launcher has asked this worker to leave
         self._trip: Callable[[], None] = lambda: None
-        threading.Thread(target=self._listen, name="paceline orders", daemon=True).start()
+        threading.Thread(target=self._read_commands, name="paceline orders", daemon=True).start()
 
     @property
-    def latest(self) -> int:
+    def latest_view(self) -> int:
         """Number of the newest view."""
         return max(self._rosters, default=0)
 
-    def roster(self, number: int) -> Roster:
+    def find_roster(self, number: int) -> Roster:
         """View with this number, which has come before."""
         return self._rosters[number]
 
-    def arm(self, number: int, needed: frozenset[int], trip: Callable[[], None]) -> None:
+    def watch_breaking_views(
+        self, number: int, needed: frozenset[int], trip: Callable[[], None]
+    ) -> None:
         """Watch for a view that breaks the groups of this worker.
 
         Args:
@@ -148,24 +150,24 @@ class CommandPipe:
             trip: Function to call once, in the thread or at once.
         """
         with self._changed:
-            self._needed, self._since, self._trip = needed, number, trip
+            self._needed_workers, self._watched_since, self._trip = needed, number, trip
             # Such a view may have come before this call.
-            late = any(self._breaks(roster) for roster in self._rosters.values())
+            late = any(self._breaks_groups(roster) for roster in self._rosters.values())
         if late:
             trip()
 
-    def _breaks(self, roster: Roster) -> bool:
-        return roster.number > self._since and (
-            roster.broken or not self._needed <= {*roster.workers}
+    def _breaks_groups(self, roster: Roster) -> bool:
+        return roster.number > self._watched_since and (
+            roster.broken or not self._needed_workers <= {*roster.workers}
         )
 
-    def newer(self, number: int, seconds: float) -> Roster | None:
+    def wait_for_newer_view(self, number: int, seconds: float) -> Roster | None:
         """Wait for a view after `number`, and return the newest one. None if none comes in time."""
         with self._changed:
-            self._changed.wait_for(lambda: self.latest > number, seconds)
-            return self._rosters[self.latest] if self.latest > number else None
+            self._changed.wait_for(lambda: self.latest_view > number, seconds)
+            return self._rosters[self.latest_view] if self.latest_view > number else None
 
-    def breaking(self, seconds: float, known: float = math.inf) -> Roster | None:
+    def wait_for_breaking_view(self, seconds: float, known: float = math.inf) -> Roster | None:
         """Wait for a view that breaks the groups given to `watch_breaking_views`.
 
         Args:
@@ -177,13 +179,13 @@ class CommandPipe:
         """
 
         def breaks() -> bool:
-            return any(self._breaks(roster) for roster in self._rosters.values())
+            return any(self._breaks_groups(roster) for roster in self._rosters.values())
 
         with self._changed:
-            self._changed.wait_for(lambda: breaks() or self.latest > known, seconds)
-            return self._rosters[self.latest] if breaks() else None
+            self._changed.wait_for(lambda: breaks() or self.latest_view > known, seconds)
+            return self._rosters[self.latest_view] if breaks() else None
 
-    def _listen(self) -> None:
+    def _read_commands(self) -> None:
         """Carry out commands until the launcher closes the pipe. Runs in the thread."""
         rest = b""
         while data := os.read(self._descriptor, 1 << 16):
@@ -191,12 +193,12 @@ class CommandPipe:
             for line in lines:
                 command = json.loads(line)
                 if "number" not in command:
-                    self.leaving = self.leaving or "leave" in command
+                    self.asked_to_leave = self.asked_to_leave or "leave" in command
                     self._answer() if "ask" in command else None
                     continue
                 roster = Roster.load(line)
                 with self._changed:
-                    trip = self._trip if self._breaks(roster) else None
+                    trip = self._trip if self._breaks_groups(roster) else None
                 if trip is not None:
                     # Before the view is published: a worker that sees it makes new connections,
                     # which must not be ended.
@@ -204,7 +206,7 @@ class CommandPipe:
                 with self._changed:
                     self._rosters[roster.number] = roster
                     self._changed.notify_all()
-                    later = self._trip if self._breaks(roster) else None
+                    later = self._trip if self._breaks_groups(roster) else None
                 # `watch_breaking_views` may have been called between the two blocks.
                 if later is not None and later is not trip:
                     later()

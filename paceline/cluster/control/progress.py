@@ -27,12 +27,12 @@ _RANK, _HOST, _THREADS, _PID, _BORN, _BEGAN, _STEP, _HOLD, _HOLDING = range(9)
 _NBYTES: Final = 8 * 9
 
 
-def path(folder: str | Path, rank: int) -> Path:
+def page_path(folder: str | Path, rank: int) -> Path:
     """Path of a worker's page."""
     return Path(folder) / f"rank-{rank}"
 
 
-def birth(pid: int) -> int | None:
+def read_birth(pid: int) -> int | None:
     """Read the time at which a process was started, in the kernel's ticks since boot.
 
     Together with its pid it identifies the process, as pids are used again. None: it is gone.
@@ -44,7 +44,7 @@ def birth(pid: int) -> int | None:
         return None
 
 
-def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
+def open_page(file: str | None, began: float, *, deadline: float) -> ProgressPage | None:
     """Open the page of this worker, and write that its run has begun.
 
     Args:
@@ -54,21 +54,25 @@ def enter(file: str | None, began: float, *, deadline: float) -> Page | None:
     """
     if file is None:
         return None
-    page = Page(Path(file), deadline=deadline)
-    page.joined(began)
+    page = ProgressPage(Path(file), deadline=deadline)
+    page.write_begin(began)
     return page
 
 
-def wrote_to(file: Path) -> Path | None:
+def read_run_folder(file: Path) -> Path | None:
     """Read the run folder of the worker with this page. None if it had none."""
-    return Path(_beside(file).read_text(encoding="utf-8")) if _beside(file).exists() else None
+    return (
+        Path(_folder_file(file).read_text(encoding="utf-8"))
+        if _folder_file(file).exists()
+        else None
+    )
 
 
-def _beside(page: Path) -> Path:
+def _folder_file(page: Path) -> Path:
     return page.with_name(f"{page.name}.folder")
 
 
-class Page:
+class ProgressPage:
     """The page of one worker. Numbers that are not set yet read as -1.
 
     `deadline` is the time in seconds that a worker waits at a breakpoint.
@@ -98,7 +102,7 @@ class Page:
 
     # ---- written by the launcher
 
-    def describe(self, rank: int, host: int, threads: int) -> None:
+    def describe_worker(self, rank: int, host: int, threads: int) -> None:
         """Describe a worker that is about to be started. `hold` stays as it is.
 
         Args:
@@ -114,24 +118,24 @@ class Page:
             threads + 1,
         )
 
-    def started(self, pid: int) -> None:
+    def write_process(self, pid: int) -> None:
         """Write the process of the worker."""
-        born = birth(pid)
+        born = read_birth(pid)
         # `_PID` comes last: a page with a pid has its birth too.
         self._cells[_BORN] = 0 if born is None else born + 1
         self._cells[_PID] = pid + 1
 
     # ---- written by the worker
 
-    def joined(self, began: float) -> None:
+    def write_begin(self, began: float) -> None:
         """Write the time at which the worker's run began (`time.time()`)."""
         self._cells[_BEGAN] = int(began * 1e9) + 1
 
-    def writes_to(self, folder: Path) -> None:
+    def write_run_folder(self, folder: Path) -> None:
         """Write the folder of the worker's run, for `read_run_folder`, also after the run."""
-        _beside(self.file).write_text(str(folder.absolute()), encoding="utf-8")
+        _folder_file(self.file).write_text(str(folder.absolute()), encoding="utf-8")
 
-    def reach(self, step: int) -> float:
+    def reach_step(self, step: int) -> float:
         """Write the number of steps taken before the next one begins, and wait if asked to.
 
         Returns the seconds spent waiting. Raises `DeadlineExceeded` if the worker isn't released in
@@ -139,13 +143,13 @@ class Page:
         """
         cells = self._cells
         cells[_STEP] = step + 1
-        return self._wait(step) if 0 < cells[_HOLD] <= step + 1 else 0.0
+        return self._wait_at_breakpoint(step) if 0 < cells[_HOLD] <= step + 1 else 0.0
 
-    def passed(self, step: int) -> None:
+    def write_step(self, step: int) -> None:
         """Write the number of steps taken."""
         self._cells[_STEP] = step + 1
 
-    def _wait(self, step: int) -> float:
+    def _wait_at_breakpoint(self, step: int) -> float:
         """Wait until the watcher releases the worker. Returns the seconds."""
         cells, began, announced = self._cells, time.monotonic(), False
         cells[_HOLDING] = 2
@@ -175,7 +179,7 @@ class Page:
 
     # ---- written by observers
 
-    def hold(self, step: int) -> None:
+    def hold_before(self, step: int) -> None:
         """Make the worker wait before a step (counted from 0).
 
         If it is past that step, it waits before its next one.
@@ -209,9 +213,9 @@ class Page:
         return self._cells[_PID] - 1
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether this process still exists, and not another with its pid. A zombie counts."""
-        return self.pid > 0 and birth(self.pid) == self._cells[_BORN] - 1
+        return self.pid > 0 and read_birth(self.pid) == self._cells[_BORN] - 1
 
     @property
     def began(self) -> float | None:
@@ -227,6 +231,6 @@ class Page:
         return self._cells[_STEP] - 1
 
     @property
-    def holding(self) -> bool:
+    def is_holding(self) -> bool:
         """Whether the worker waits at a breakpoint now, before step `step`."""
         return self._cells[_HOLDING] == 2

@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.cluster import network
-from paceline.cluster.hosts.channel import Channel, ChannelBroken, call, ready
+from paceline.cluster.hosts.channel import Channel, ChannelBroken, introduce_launcher, wait_ready
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import View
 from paceline.errors import PacelineError
-from paceline.timings import DEFAULTS, ChannelTimings, MembershipTimings, Timings
+from paceline.timings import DEFAULT_TIMINGS, ChannelTimings, MembershipTimings, Timings
 
 Point = tuple[str, int]  # address and port
 
@@ -48,28 +48,31 @@ class MeetingPoint:
         secret: bytes,
         point: Point | None = None,
         *,
-        timings: Timings = DEFAULTS,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         self._sockets, self._point = [listening], point
         own_addresses = (
             []
             if point is None
-            else [*filter(network.local, network.resolve(point[0])), listening.getsockname()[0]]
+            else [
+                *filter(network.is_own_address, network.resolve_host(point[0])),
+                listening.getsockname()[0],
+            ]
         )
         # Names are looked up once, as that may take long when a network is cut.
         self._addresses = list(dict.fromkeys(own_addresses))
         self._handshakes = Handshakes(secret, timings=timings.channel)
         self._timings = timings.membership
-        self._tried_at = 0.0
-        self._inviting = (
+        self._listening_tried_at = 0.0
+        self._inviter = (
             None if point is None else Inviter(point, secret, timings=timings.membership)
         )
         listening.setblocking(False)
 
-    def descriptors(self) -> list[int]:
-        return [*(each.fileno() for each in self._sockets), *self._handshakes.descriptors()]
+    def list_descriptors(self) -> list[int]:
+        return [*(each.fileno() for each in self._sockets), *self._handshakes.list_descriptors()]
 
-    def hear(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
+    def receive_first_message(self, descriptor: int) -> tuple[Channel, dict[str, Any]] | None:
         """Accept a connection, or read on from a caller.
 
         Returns:
@@ -77,27 +80,27 @@ class MeetingPoint:
         """
         for listening in self._sockets:
             if listening.fileno() == descriptor:
-                self._handshakes.let_in(listening)
-        return self._handshakes.hear(descriptor)
+                self._handshakes.accept_callers(listening)
+        return self._handshakes.receive_first_message(descriptor)
 
-    def tick(self, now: float) -> None:
+    def run_timers(self, now: float) -> None:
         """Drop slow callers, and listen at the meeting point as soon as that is possible."""
-        self._handshakes.tick(now)
+        self._handshakes.drop_late_callers(now)
         if (
             self._point is None
             or len(self._sockets) > 1
-            or now - self._tried_at < self._timings.visit
+            or now - self._listening_tried_at < self._timings.visit
         ):
             return
-        self._tried_at = now
+        self._listening_tried_at = now
         for address in self._addresses:
             # The address isn't on this machine any more, or another process listens there.
             with contextlib.suppress(OSError):
-                self._sockets.append(network.listen(address, self._point[1]))
+                self._sockets.append(network.open_listener(address, self._point[1]))
                 self._sockets[-1].setblocking(False)
                 return
 
-    def invite(self, view: View, now: float) -> None:
+    def invite_hosts(self, view: View, now: float) -> None:
         """Invite hosts that wait at the meeting point, unless a host of the job listens there."""
         own_addresses = [listening.getsockname()[0] for listening in self._sockets[1:]]
         other_addresses = [
@@ -105,8 +108,8 @@ class MeetingPoint:
             for seat in view.seats
             if seat.facts["address"] not in self._addresses
         ]
-        if self._inviting is not None:
-            self._inviting.tick(view, now, taken=[*own_addresses, *other_addresses])
+        if self._inviter is not None:
+            self._inviter.visit_meeting_point(view, now, taken=[*own_addresses, *other_addresses])
 
     def close(self) -> None:
         """Stop accepting calls."""
@@ -122,7 +125,7 @@ class _JoiningHost:
 
     channel: Channel
     facts: dict[str, Any]
-    proposed: bool = False
+    is_proposed: bool = False
 
 
 class JoiningHosts:
@@ -131,56 +134,60 @@ class JoiningHosts:
     Each has a random word, by which a view names it before it has a number.
     """
 
-    def __init__(self, *, timings: ChannelTimings = DEFAULTS.channel) -> None:
-        self._hosts: dict[str, _JoiningHost] = {}
+    def __init__(self, *, timings: ChannelTimings = DEFAULT_TIMINGS.channel) -> None:
+        self._host_by_word: dict[str, _JoiningHost] = {}
         self._timings = timings
 
-    def descriptors(self) -> list[int]:
+    def list_descriptors(self) -> list[int]:
         """List the descriptors on which they may hang up."""
-        return [host.channel.fileno() for host in self._hosts.values()]
+        return [host.channel.fileno() for host in self._host_by_word.values()]
 
-    def add(self, channel: Channel, facts: dict[str, Any]) -> None:
+    def add_host(self, channel: Channel, facts: dict[str, Any]) -> None:
         """Let a host wait."""
-        self._hosts[random.token_hex(8)] = _JoiningHost(channel, facts)
+        self._host_by_word[random.token_hex(8)] = _JoiningHost(channel, facts)
 
-    def hear(self, descriptor: int) -> None:
+    def drop_hung_up(self, descriptor: int) -> None:
         """Drop the host of this descriptor if it has hung up. It has nothing else to say."""
         word = next(
-            word for word, host in self._hosts.items() if host.channel.fileno() == descriptor
+            word for word, host in self._host_by_word.items() if host.channel.fileno() == descriptor
         )
         try:
-            self._hosts[word].channel.hear()
+            self._host_by_word[word].channel.receive_message()
         except ChannelBroken:
-            self._hosts.pop(word).channel.close()
+            self._host_by_word.pop(word).channel.close()
 
-    def take(self) -> list[tuple[str, dict[str, Any]]]:
+    def take_unproposed(self) -> list[tuple[str, dict[str, Any]]]:
         """Take the words and facts of the hosts that have not been proposed yet, once each."""
-        unproposed = [(word, host) for word, host in self._hosts.items() if not host.proposed]
+        unproposed = [
+            (word, host) for word, host in self._host_by_word.items() if not host.is_proposed
+        ]
         for _, host in unproposed:
-            host.proposed = True
+            host.is_proposed = True
         return [(word, host.facts) for word, host in unproposed]
 
-    def admit(self, view: View, run: str | None) -> None:
+    def admit_hosts(self, view: View, run: str | None) -> None:
         """Tell the hosts that this view has taken in.
 
         They hang up, and call all launchers as members.
         """
         for seat in view.seats:
-            if (host := self._hosts.pop(seat.facts.get("word", ""), None)) is not None:
+            if (host := self._host_by_word.pop(seat.facts.get("word", ""), None)) is not None:
                 host.channel.send(
                     {"kind": "running", "view": view.dump(), "host": seat.host, "run": run}
                 )
                 host.channel.flush(self._timings.flush)
                 host.channel.close()
 
-    def refuse(self) -> None:
+    def refuse_all(self) -> None:
         """Refuse all of them."""
-        for host in self._hosts.values():
-            refuse(host.channel, "the job that runs there is at its end", self._timings.flush)
-        self._hosts.clear()
+        for host in self._host_by_word.values():
+            refuse_launcher(
+                host.channel, "the job that runs there is at its end", self._timings.flush
+            )
+        self._host_by_word.clear()
 
 
-def refuse(channel: Channel, reason: str, seconds: float) -> None:
+def refuse_launcher(channel: Channel, reason: str, seconds: float) -> None:
     """Tell a launcher why it can't take part, for at most `seconds`, and hang up."""
     channel.send({"kind": "refused", "error": "PlaceError", "why": reason})
     channel.flush(seconds)
@@ -196,37 +203,39 @@ class Inviter:
 
     def __init__(self, point: Point, secret: bytes, *, timings: MembershipTimings) -> None:
         self._point, self._secret, self._timings = point, secret, timings
-        self._address = network.resolve(point[0])[0]
+        self._address = network.resolve_host(point[0])[0]
         self._connection: socket.socket | None = None
-        self._at = 0.0
+        self._visited_at = 0.0
 
-    def tick(self, view: View, now: float, *, taken: Sequence[str]) -> None:
+    def visit_meeting_point(self, view: View, now: float, *, taken: Sequence[str]) -> None:
         """Look for a new host at the meeting point, unless that is one of the `taken` addresses."""
-        if now - self._at < self._timings.visit:
+        if now - self._visited_at < self._timings.visit:
             return
-        self._at = now
+        self._visited_at = now
         if self._connection is not None:
-            self._invite(
+            self._send_invitation(
                 self._connection,
                 [(str(seat.facts["address"]), int(seat.facts["port"])) for seat in view.seats],
             )
             self._connection = None
         elif self._address not in taken:
-            self._connection = socket.socket(network.family(self._address), socket.SOCK_STREAM)
+            self._connection = socket.socket(
+                network.address_family(self._address), socket.SOCK_STREAM
+            )
             self._connection.setblocking(False)
             # The outcome is looked at in the next turn.
             self._connection.connect_ex((self._address, self._point[1]))
 
-    def _invite(self, connection: socket.socket, points: Sequence[Point]) -> None:
+    def _send_invitation(self, connection: socket.socket, points: Sequence[Point]) -> None:
         """Send these points to the other side, if it is a launcher of the job that waits."""
         with connection:
             is_connected = bool(
-                ready((), 0.0, writing=[connection.fileno()])
+                wait_ready((), 0.0, writing=[connection.fileno()])
             ) and not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             # The other side may be no launcher, or one of another job.
             with contextlib.suppress(PacelineError, OSError):
                 if is_connected:
-                    channel = call(
+                    channel = introduce_launcher(
                         connection,
                         self._secret,
                         f"{self._point[0]}:{self._point[1]}",

@@ -20,30 +20,44 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from paceline.cluster.control.commands import Member, Roster
-from paceline.cluster.hosts.admission import JoiningHosts, MeetingPoint, Point, refuse
-from paceline.cluster.hosts.channel import SENSELESS, Channel, call, hang_up, hear_from, ready
+from paceline.cluster.hosts.admission import JoiningHosts, MeetingPoint, Point, refuse_launcher
+from paceline.cluster.hosts.channel import (
+    MALFORMED,
+    Channel,
+    close_channels,
+    introduce_launcher,
+    read_channel,
+    wait_ready,
+)
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import Membership, View
-from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
+from paceline.cluster.hosts.peers import (
+    Failure,
+    LateCall,
+    Offer,
+    note_late_call,
+    read_late_call,
+    read_stop_message,
+)
 from paceline.errors import DeadlineExceeded, PacelineError
-from paceline.timings import DEFAULTS, ChannelTimings, Timings
+from paceline.timings import DEFAULT_TIMINGS, ChannelTimings, Timings
 
 _LONGEST_TAIL = 8_000  # characters
 # The refusal of a host that was started without --min-workers
-_OTHERWISE = (
+_REFUSAL_WITHOUT_MIN_WORKERS = (
     "a job that survives losses runs there: join it with the command that it was started with "
     "(--min-workers)"
 )
 
 
-def connect_all(
+def connect_all_launchers(
     table: Sequence[Offer],
     host: int,
     listening: socket.socket,
     secret: bytes,
     deadline: float,
     *,
-    timings: ChannelTimings = DEFAULTS.channel,
+    timings: ChannelTimings = DEFAULT_TIMINGS.channel,
 ) -> dict[int, Channel]:
     """Connect to the launchers of all hosts, before the job starts.
 
@@ -70,7 +84,7 @@ def connect_all(
             connection = socket.create_connection(
                 (offer.address, offer.agent_port), timeout=max(0.1, end - time.monotonic())
             )
-            channels[other_host] = call(
+            channels[other_host] = introduce_launcher(
                 connection, secret, f"{offer.address}:{offer.agent_port}", timings.hello
             )
         except OSError as error:
@@ -83,8 +97,8 @@ def connect_all(
     listening.setblocking(False)
     with contextlib.closing(Handshakes(secret, timings=timings)) as handshakes:
         while len(channels) < len(table) - 1:
-            descriptors = ready(
-                [listening.fileno(), *handshakes.descriptors()],
+            descriptors = wait_ready(
+                [listening.fileno(), *handshakes.list_descriptors()],
                 min(timings.look, end - time.monotonic()),
             )
             if time.monotonic() > end:
@@ -100,7 +114,7 @@ def connect_all(
             for channel, message in [
                 first_message
                 for descriptor in descriptors
-                if (first_message := handshakes.hear(descriptor)) is not None
+                if (first_message := handshakes.receive_first_message(descriptor)) is not None
             ]:
                 calling_host = message.get("host")
                 if (
@@ -113,13 +127,13 @@ def connect_all(
                 else:
                     channel.close()
             if listening.fileno() in descriptors:
-                handshakes.let_in(listening)
-            handshakes.tick()
+                handshakes.accept_callers(listening)
+            handshakes.drop_late_callers()
     return channels
 
 
-def enter(
-    view: View, host: int, secret: bytes, *, timings: Timings = DEFAULTS
+def connect_joining_host(
+    view: View, host: int, secret: bytes, *, timings: Timings = DEFAULT_TIMINGS
 ) -> dict[int, Channel]:
     """Connect to the launchers of a view in which this host is new.
 
@@ -132,7 +146,7 @@ def enter(
         point = (str(seat.facts["address"]), int(seat.facts["port"]))
         with contextlib.suppress(OSError, PacelineError):
             connection = socket.create_connection(point, timeout=timings.membership.silence)
-            channels[seat.host] = call(
+            channels[seat.host] = introduce_launcher(
                 connection, secret, f"{point[0]}:{point[1]}", timings.channel.hello
             )
             channels[seat.host].send({"kind": "host", "host": host})
@@ -168,34 +182,34 @@ class ElasticPeers:
         point: MeetingPoint | None = None,
         *,
         run: str | None = None,
-        timings: Timings = DEFAULTS,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
-        self.host, self.run = host, run
-        self.closing = False  # workers have ended their run: no host is let in any more
-        self.cut_off = False
-        self.leaving = False  # this host leaves
-        self.joined = view.number > 1  # this host joined a running job
+        self.host, self.run_facts = host, run
+        self.is_closing = False  # workers have ended their run: no host is let in any more
+        self.is_cut_off = False
+        self.is_leaving = False  # this host leaves
+        self.has_joined_late = view.number > 1  # this host joined a running job
         self.verdict: Failure | None = None
-        self.stopped: tuple[int, str] | None = None
+        self.stop_request: tuple[int, str] | None = None
         self.all_finished = False
         self.rosters: list[Roster] = []
-        self.late: dict[int, LateCall] = {}
+        self.late_calls: dict[int, LateCall] = {}
         self.membership = Membership(host, view, now=time.monotonic(), timings=timings.membership)
-        self._timings, self._flush_seconds, self._linger = (
+        self._timings, self._flush_seconds, self._linger_seconds = (
             timings.membership,
             timings.channel.flush,
             timings.channel.linger,
         )
-        self._channels, self._point = channels, point
+        self._channels, self._meeting_point = channels, point
         for channel in channels.values():
             # Nothing was sent while all waited for the last host, so silence counts from now on.
             channel.count_silence()
-        self._newcomers = JoiningHosts(timings=timings.channel)
-        self._awaited: dict[int, float] = {}  # hosts that must call this one, and since when
-        self._finished: set[int] = set()
-        self._leavers: set[int] = set()  # hosts that have announced that they leave
+        self._joining_hosts = JoiningHosts(timings=timings.channel)
+        self._uncalled_hosts: dict[int, float] = {}  # hosts that must call this one, and since when
+        self._finished_hosts: set[int] = set()
+        self._leaving_hosts: set[int] = set()  # hosts that have announced that they leave
         # Hosts that have confirmed that they go on without this one, which leaves
-        self._excused: set[int] = set()
+        self._confirming_hosts: set[int] = set()
         self._beat_at = 0.0
 
     @property
@@ -205,40 +219,40 @@ class ElasticPeers:
 
     # ---- events on this host
 
-    def lost(self, workers: list[int]) -> None:
+    def report_lost_workers(self, workers: list[int]) -> None:
         """Report that workers of this host are dead."""
-        self.membership.lost(workers, time.monotonic())
-        self._send()
+        self.membership.note_lost_workers(workers, time.monotonic())
+        self._send_outbox()
 
-    def come(self, workers: list[int]) -> None:
+    def report_new_workers(self, workers: list[int]) -> None:
         """Report that new workers of this host are ready."""
-        self.membership.come(workers, time.monotonic())
-        self._send()
+        self.membership.note_new_workers(workers, time.monotonic())
+        self._send_outbox()
 
-    def renew(self, number: int) -> None:
+    def request_renewal(self, number: int) -> None:
         """Ask for a new view: connections have broken in this one, though all workers are alive."""
-        self.membership.renew(number, time.monotonic())
-        self._send()
+        self.membership.request_renewal(number, time.monotonic())
+        self._send_outbox()
 
-    def leave(self) -> None:
+    def announce_leaving(self) -> None:
         """Report that this host leaves. None of its workers is left."""
-        self.leaving = True
+        self.is_leaving = True
         self._tell_all({"kind": "leaving"})
-        self.membership.leave(time.monotonic())
-        self._send()
+        self.membership.announce_leaving(time.monotonic())
+        self._send_outbox()
 
     @property
-    def parted(self) -> bool:
+    def has_parted(self) -> bool:
         """Whether this host can go, as the others do without it.
 
         Each host that can still be reached must have confirmed that.
         """
-        if self.membership.expelled:
-            return {*self.view.hosts} & {*self._channels} <= self._excused
-        return self.membership.stranded or self.view.hosts == (self.host,)
+        if self.membership.is_expelled:
+            return {*self.view.hosts} & {*self._channels} <= self._confirming_hosts
+        return self.membership.is_stranded or self.view.hosts == (self.host,)
 
     @property
-    def points(self) -> list[Point]:
+    def launcher_points(self) -> list[Point]:
         """Addresses at which the launchers of the other hosts are called."""
         return [
             (str(seat.facts["address"]), int(seat.facts["port"]))
@@ -248,38 +262,42 @@ class ElasticPeers:
 
     def tell_closing(self) -> None:
         """Tell the others that workers of this host have ended their run."""
-        if not self.closing:
-            self.closing = True
+        if not self.is_closing:
+            self.is_closing = True
             self._tell_all({"kind": "closing"})
 
     def tell_late(self, late: LateCall) -> None:
         """Tell the others that workers of this host wait for others in a call."""
-        note(self.late, late)
+        note_late_call(self.late_calls, late)
         self._tell_all({"kind": "late", "late": late})
 
     # ---- the other launchers
 
-    def descriptors(self) -> list[int]:
-        own_descriptors = [] if self._point is None else self._point.descriptors()
+    def list_descriptors(self) -> list[int]:
+        own_descriptors = (
+            [] if self._meeting_point is None else self._meeting_point.list_descriptors()
+        )
         return [
             *own_descriptors,
-            *self._newcomers.descriptors(),
+            *self._joining_hosts.list_descriptors(),
             *(channel.fileno() for channel in self._channels.values()),
         ]
 
-    def hear(self, descriptor: int) -> None:
+    def read_messages(self, descriptor: int) -> None:
         """Read the messages that have come on a descriptor."""
-        if self._point is not None and descriptor in self._point.descriptors():
-            if (first_message := self._point.hear(descriptor)) is not None:
-                self._receive(*first_message)
-        elif descriptor in self._newcomers.descriptors():
-            self._newcomers.hear(descriptor)
-        elif (hung_up := hear_from(self._channels, descriptor, self._take)) is not None:
+        if self._meeting_point is not None and descriptor in self._meeting_point.list_descriptors():
+            if (first_message := self._meeting_point.receive_first_message(descriptor)) is not None:
+                self._receive_call(*first_message)
+        elif descriptor in self._joining_hosts.list_descriptors():
+            self._joining_hosts.drop_hung_up(descriptor)
+        elif (
+            hung_up := read_channel(self._channels, descriptor, self._handle_message)
+        ) is not None:
             self._channels.pop(hung_up[0]).close()
-            self.membership.silent(hung_up[0], time.monotonic())
-        self._send()
+            self.membership.note_silent_host(hung_up[0], time.monotonic())
+        self._send_outbox()
 
-    def tick(self) -> None:
+    def run_timers(self) -> None:
         """Send heartbeats, notice silent hosts, and repeat unanswered messages."""
         now = time.monotonic()
         is_beat_due = now - self._beat_at > self._timings.beat
@@ -288,61 +306,61 @@ class ElasticPeers:
             if is_beat_due:
                 channel.send({"kind": "beat"})
             channel.flush()
-            if now - channel.heard > self._timings.silence:
-                self.membership.silent(host, now)
+            if now - channel.heard_at > self._timings.silence:
+                self.membership.note_silent_host(host, now)
             else:
-                self.membership.heard(host)
-        self._admit(now)
-        self.membership.tick(now)
-        self._send()
+                self.membership.note_heard_host(host)
+        self._admit_hosts(now)
+        self.membership.run_timers(now)
+        self._send_outbox()
         # Hosts in the minority must stop, as the others go on without them.
         if (
-            self.membership.stranded
+            self.membership.is_stranded
             and not self.all_finished
-            and not self.leaving
+            and not self.is_leaving
             and self.verdict is None
         ):
-            seat = self.view.seat(self.host)
+            seat = self.view.find_seat(self.host)
             name = "this host" if seat is None else seat.facts["name"]
-            self.cut_off = True
+            self.is_cut_off = True
             reason = (
                 "the others went on without it"
-                if self.membership.expelled
+                if self.membership.is_expelled
                 else "fewer than half of the hosts are within reach"
             )
             self.verdict = Failure(
                 None, name, 1, f"was cut off from the other hosts: {reason}, so it stops here"
             )
 
-    def _send(self) -> None:
+    def _send_outbox(self) -> None:
         """Send the messages of `membership`, and take out the views that it has decided."""
         outbox, self.membership.outbox = self.membership.outbox, []
         for host, message in outbox:
             if host in self._channels:
                 self._channels[host].send({"kind": "membership", "message": message})
-        for view in self.membership.decided:
-            self.rosters.append(_roster(view))
-            self._newcomers.admit(view, self.run)
-            self._excuse()
-        self.membership.decided.clear()
+        for view in self.membership.decided_views:
+            self.rosters.append(_make_roster(view))
+            self._joining_hosts.admit_hosts(view, self.run_facts)
+            self._confirm_leaving()
+        self.membership.decided_views.clear()
 
-    def _excuse(self) -> None:
+    def _confirm_leaving(self) -> None:
         """Confirm to hosts that leave that they aren't in the view any more."""
-        for host in self._leavers - {*self.view.hosts}:
+        for host in self._leaving_hosts - {*self.view.hosts}:
             if host in self._channels:
                 self._channels[host].send({"kind": "parted"})
-            self._leavers.discard(host)
+            self._leaving_hosts.discard(host)
 
     # ---- hosts that join
 
-    def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
+    def _receive_call(self, channel: Channel, message: dict[str, Any]) -> None:
         """Read the first message of a launcher that has called. Hang up if it is malformed."""
         try:
-            self._welcome(channel, message)
-        except SENSELESS:
+            self._welcome_caller(channel, message)
+        except MALFORMED:
             channel.close()
 
-    def _welcome(self, channel: Channel, message: dict[str, Any]) -> None:
+    def _welcome_caller(self, channel: Channel, message: dict[str, Any]) -> None:
         """Add the channel of a member, or let a new host wait for its admission."""
         if message.get("kind") == "host":
             host = message["host"]
@@ -351,58 +369,60 @@ class ElasticPeers:
             if host in self._channels:
                 self._channels.pop(host).close()
             self._channels[host] = channel
-            self._awaited.pop(host, None)
+            self._uncalled_hosts.pop(host, None)
             # It may have missed these two messages.
-            if self.host in self._finished:
+            if self.host in self._finished_hosts:
                 channel.send({"kind": "finished"})
-            if self.closing:
+            if self.is_closing:
                 channel.send({"kind": "closing"})
         elif message.get("kind") == "offer" and message["offer"].get("numbers"):
-            self._newcomers.add(channel, Offer.load(message["offer"]).facts)
+            self._joining_hosts.add_host(channel, Offer.load(message["offer"]).seat_facts)
         else:
-            refuse(channel, _OTHERWISE, self._flush_seconds) if message.get(
-                "kind"
-            ) == "offer" else channel.close()
+            refuse_launcher(
+                channel, _REFUSAL_WITHOUT_MIN_WORKERS, self._flush_seconds
+            ) if message.get("kind") == "offer" else channel.close()
 
-    def _admit(self, now: float) -> None:
+    def _admit_hosts(self, now: float) -> None:
         """Propose joining hosts for the next view, and notice members that don't call."""
-        if self._point is not None:
-            self._point.tick(now)
-            if self.run is not None and self.membership.leader == self.host:
-                self._point.invite(self.view, now)
-        if self.closing or self.verdict is not None or self.stopped is not None:
-            self._newcomers.refuse()
-        for word, facts in self._newcomers.take() if self.run is not None else ():
-            self.membership.joining(word, (), facts, now)
+        if self._meeting_point is not None:
+            self._meeting_point.run_timers(now)
+            if self.run_facts is not None and self.membership.leading_host == self.host:
+                self._meeting_point.invite_hosts(self.view, now)
+        if self.is_closing or self.verdict is not None or self.stop_request is not None:
+            self._joining_hosts.refuse_all()
+        for word, facts in (
+            self._joining_hosts.take_unproposed() if self.run_facts is not None else ()
+        ):
+            self.membership.note_joining_host(word, (), facts, now)
         # New members call the others. One that doesn't counts as silent after a while.
         absent = {*self.view.hosts} - {self.host, *self._channels}
-        self._awaited = {host: self._awaited.get(host, now) for host in absent}
-        for host, since in self._awaited.items():
+        self._uncalled_hosts = {host: self._uncalled_hosts.get(host, now) for host in absent}
+        for host, since in self._uncalled_hosts.items():
             if now - since > self._timings.call:
-                self.membership.silent(host, now)
+                self.membership.note_silent_host(host, now)
 
-    def _take(self, host: int, message: dict[str, Any]) -> None:
+    def _handle_message(self, host: int, message: dict[str, Any]) -> None:
         """Handle a message of another launcher."""
         kind = message.get("kind")
         if kind == "membership":
-            self.membership.hear(host, _sound(message["message"]), time.monotonic())
+            self.membership.handle_message(host, _check_facts(message["message"]), time.monotonic())
         elif kind == "failed":
             failure = Failure.load(message["failure"])
             self.verdict = self.verdict or failure
         elif kind == "late":
-            note(self.late, said_late(message["late"]))
+            note_late_call(self.late_calls, read_late_call(message["late"]))
         elif kind == "stopped":
-            self.stopped = self.stopped or said_stopped(message)
+            self.stop_request = self.stop_request or read_stop_message(message)
         elif kind == "closing":
-            self.closing = True
+            self.is_closing = True
         elif kind == "leaving":
-            self._leavers.add(host)
-            self._excuse()
+            self._leaving_hosts.add(host)
+            self._confirm_leaving()
         elif kind == "parted":
-            self._excused.add(host)
+            self._confirming_hosts.add(host)
         elif kind == "finished":
-            self._finished.add(host)
-            self._finish()
+            self._finished_hosts.add(host)
+            self._update_finished()
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for channel in self._channels.values():
@@ -418,7 +438,7 @@ class ElasticPeers:
 
     def tell_stopped(self, number: int) -> None:
         """Tell the others that this launcher was asked to end the job."""
-        seat = self.view.seat(self.host)
+        seat = self.view.find_seat(self.host)
         self._tell_all(
             {
                 "kind": "stopped",
@@ -429,35 +449,35 @@ class ElasticPeers:
 
     def tell_finished(self) -> None:
         """Tell the others that the workers of this host have ended well."""
-        if self.host not in self._finished:
-            self._finished.add(self.host)
+        if self.host not in self._finished_hosts:
+            self._finished_hosts.add(self.host)
             self._tell_all({"kind": "finished"})
-            self._finish()
+            self._update_finished()
 
-    def _finish(self) -> None:
+    def _update_finished(self) -> None:
         """Note whether all hosts of the view have finished."""
-        self.all_finished = {*self.view.hosts} <= self._finished
+        self.all_finished = {*self.view.hosts} <= self._finished_hosts
 
     def close(self) -> None:
         """Close all connections."""
-        self._newcomers.refuse()
-        hang_up(self._channels.values(), self._linger)
+        self._joining_hosts.refuse_all()
+        close_channels(self._channels.values(), self._linger_seconds)
         self._channels.clear()
-        if self._point is not None:
-            self._point.close()
+        if self._meeting_point is not None:
+            self._meeting_point.close()
 
 
-def _roster(view: View) -> Roster:
+def _make_roster(view: View) -> Roster:
     """Make the roster of a view, which workers get."""
     members = [
         Member(worker, seat.host, seat.facts["name"], seat.facts["address"])
         for seat in view.seats
         for worker in seat.workers
     ]
-    return Roster(view.number, tuple(members), view.renewed)
+    return Roster(view.number, tuple(members), view.is_renewed)
 
 
-def _sound(message: dict[str, Any]) -> dict[str, Any]:
+def _check_facts(message: dict[str, Any]) -> dict[str, Any]:
     """Check that the facts about hosts in a message are usable, as they may be used much later.
 
     Returns the message. Raises one of `channel.MALFORMED` if they aren't.

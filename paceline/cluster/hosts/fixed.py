@@ -14,10 +14,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from paceline.cluster.hosts.channel import Channel, hang_up, hear_from
-from paceline.cluster.hosts.peers import Failure, LateCall, Offer, note, said_late, said_stopped
+from paceline.cluster.hosts.channel import Channel, close_channels, read_channel
+from paceline.cluster.hosts.peers import (
+    Failure,
+    LateCall,
+    Offer,
+    note_late_call,
+    read_late_call,
+    read_stop_message,
+)
 from paceline.cluster.hosts.restart_messages import HostReport, Links, RestartState, Sequel
-from paceline.timings import DEFAULTS, Timings
+from paceline.timings import DEFAULT_TIMINGS, Timings
 
 _LONGEST_TAIL = 8_000  # characters
 
@@ -46,38 +53,38 @@ class FixedPeers:
         *,
         server: int,
         state: RestartState | None = None,
-        timings: Timings = DEFAULTS,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
-        self.table, self.host_rank = table, host_rank
+        self.offers, self.host_rank = table, host_rank
         self.verdict: Failure | None = None
-        self.stopped: tuple[int, str] | None = None
+        self.stop_request: tuple[int, str] | None = None
         self.all_finished = False
-        self.late: dict[int, LateCall] = {}
+        self.late_calls: dict[int, LateCall] = {}
         self.state = state
         self.sequel: Sequel | None = None
         self._channels = channels  # by host rank
         for channel in channels.values():
             # Nothing was sent while all waited for the last host, so silence counts from now on.
             channel.count_silence()
-        self._timings, self._linger = timings.rendezvous, timings.channel.linger
+        self._timings, self._linger_seconds = timings.rendezvous, timings.channel.linger
         self._server = server
-        self._finished: set[int] = set()
-        self._ended: dict[int, HostReport] = {}
-        self._stops = False
+        self._finished_hosts: set[int] = set()
+        self._host_reports: dict[int, HostReport] = {}
+        self._is_stopping = False
         # Failures, and when they happened on the clock of this host
-        self._reports: list[tuple[float, Failure]] = []
-        self._reported_at = 0.0
+        self._failure_reports: list[tuple[float, Failure]] = []
+        self._first_report_at = 0.0
         self._beat_at = 0.0
 
-    def descriptors(self) -> list[int]:
+    def list_descriptors(self) -> list[int]:
         return [channel.fileno() for channel in self._channels.values()]
 
-    def hear(self, descriptor: int) -> None:
+    def read_messages(self, descriptor: int) -> None:
         """Read the messages that have come on a descriptor."""
-        if (hung_up := hear_from(self._channels, descriptor, self._take)) is not None:
-            self._lose(hung_up[0], f"is gone: {hung_up[1]}")
+        if (hung_up := read_channel(self._channels, descriptor, self._handle_message)) is not None:
+            self._lose_host(hung_up[0], f"is gone: {hung_up[1]}")
 
-    def tick(self) -> None:
+    def run_timers(self) -> None:
         """Send heartbeats, notice silent hosts, and decide on the first failure when it is time."""
         now = time.monotonic()
         is_beat_due = now - self._beat_at > self._timings.beat
@@ -87,16 +94,16 @@ class FixedPeers:
             if is_beat_due:
                 channel.send({"kind": "beat"})
             channel.flush()
-            if now - channel.heard > self._timings.silence:
-                self._lose(
+            if now - channel.heard_at > self._timings.silence:
+                self._lose_host(
                     host,
                     f"is gone: nothing was heard of its launcher for {self._timings.silence:g} s",
                 )
         # The report of the first failure may come late: another host may have noticed an echo of it
         # before.
-        if self._serves and self._reports and self.verdict is None:
-            _, first = min(self._reports, key=lambda report: (report[1].is_echo, report[0]))
-            if now - self._reported_at > (
+        if self._is_server and self._failure_reports and self.verdict is None:
+            _, first = min(self._failure_reports, key=lambda report: (report[1].is_echo, report[0]))
+            if now - self._first_report_at > (
                 self._timings.echo if first.is_echo else self._timings.culprit
             ):
                 self.verdict = first
@@ -104,109 +111,111 @@ class FixedPeers:
 
     def tell_failed(self, failure: Failure) -> None:
         failure = replace(failure, tail=failure.tail[-_LONGEST_TAIL:])
-        if self._serves:
-            self._report(failure)
+        if self._is_server:
+            self._add_failure(failure)
         else:
             self._tell_all({"kind": "failed", "failure": asdict(failure)})
 
     def tell_stopped(self, number: int) -> None:
-        self._stops = True
+        self._is_stopping = True
         self._tell_all(
-            {"kind": "stopped", "number": number, "host": self.table[self.host_rank].name}
+            {"kind": "stopped", "number": number, "host": self.offers[self.host_rank].name}
         )
 
     def tell_finished(self) -> None:
-        if self.host_rank in self._finished:
+        if self.host_rank in self._finished_hosts:
             return
-        self._finished.add(self.host_rank)
-        if self._serves:
-            self._finish()
+        self._finished_hosts.add(self.host_rank)
+        if self._is_server:
+            self._update_finished()
         else:
             self._tell_all({"kind": "finished"})
 
     def tell_late(self, late: LateCall) -> None:
-        note(self.late, late)
+        note_late_call(self.late_calls, late)
         self._tell_all({"kind": "late", "late": late})
 
     @property
-    def ended(self) -> Mapping[int, HostReport] | None:
-        awaited = self._channels.keys() if self._serves else self._channels.keys() & {self._server}
-        is_complete = self._ended.keys() >= {self.host_rank, *awaited}
-        return self._ended if is_complete and self.sequel is None else None
+    def host_reports(self) -> Mapping[int, HostReport] | None:
+        awaited = (
+            self._channels.keys() if self._is_server else self._channels.keys() & {self._server}
+        )
+        is_complete = self._host_reports.keys() >= {self.host_rank, *awaited}
+        return self._host_reports if is_complete and self.sequel is None else None
 
     def tell_ended(self, report: HostReport) -> None:
-        self._ended[self.host_rank] = report
-        if not self._serves:
+        self._host_reports[self.host_rank] = report
+        if not self._is_server:
             self._tell_all({"kind": "ended", "report": report.dump()})
 
     def tell_sequel(self, sequel: Sequel) -> None:
         self.sequel = sequel
-        if self._serves:
+        if self._is_server:
             self._tell_all({"kind": "sequel", "sequel": sequel.dump()})
 
-    def links(self) -> Links | None:
+    def hand_over_links(self) -> Links | None:
         channels, self._channels = self._channels, {}
-        return Links(self.host_rank, self._server, len(self.table), channels)
+        return Links(self.host_rank, self._server, len(self.offers), channels)
 
     def close(self) -> None:
-        if self.sequel is not None and self.sequel.state is not None and not self._stops:
+        if self.sequel is not None and self.sequel.state is not None and not self._is_stopping:
             return  # the connections are needed for the next start
-        hang_up(self._channels.values(), self._linger)
+        close_channels(self._channels.values(), self._linger_seconds)
         self._channels.clear()
 
     @property
-    def _serves(self) -> bool:
+    def _is_server(self) -> bool:
         """Whether this host is the server."""
         return self._server == self.host_rank
 
-    def _take(self, host: int, message: dict[str, Any]) -> None:
+    def _handle_message(self, host: int, message: dict[str, Any]) -> None:
         """Handle a message of another launcher. Those for the other role are ignored."""
         kind = message.get("kind")
-        if kind == "failed" and self._serves:
-            self._report(Failure.load(message["failure"]))
-        elif kind == "finished" and self._serves:
-            self._finished.add(host)
-            self._finish()
-        elif kind == "end" and not self._serves:
+        if kind == "failed" and self._is_server:
+            self._add_failure(Failure.load(message["failure"]))
+        elif kind == "finished" and self._is_server:
+            self._finished_hosts.add(host)
+            self._update_finished()
+        elif kind == "end" and not self._is_server:
             self.verdict = Failure.load(message["failure"])
-        elif kind == "over" and not self._serves:
+        elif kind == "over" and not self._is_server:
             self.all_finished = True
-        elif kind == "ended" and self._serves:
-            self._ended[host] = HostReport.load(message["report"])
-        elif kind == "sequel" and not self._serves:
+        elif kind == "ended" and self._is_server:
+            self._host_reports[host] = HostReport.load(message["report"])
+        elif kind == "sequel" and not self._is_server:
             self.sequel = Sequel.load(message["sequel"])
         elif kind in ("late", "stopped"):
             if kind == "late":
-                note(self.late, said_late(message["late"]))
+                note_late_call(self.late_calls, read_late_call(message["late"]))
             else:
-                self.stopped = self.stopped or said_stopped(message)
+                self.stop_request = self.stop_request or read_stop_message(message)
             # The others are connected with the server alone, so it passes the message on.
-            if self._serves:
+            if self._is_server:
                 self._tell_all(message)
 
     def _tell_all(self, message: dict[str, Any]) -> None:
         for channel in self._channels.values():
             channel.send(message)
 
-    def _report(self, failure: Failure) -> None:
+    def _add_failure(self, failure: Failure) -> None:
         """Add a failure. The first one by time becomes the verdict."""
         now = time.monotonic()
-        self._reported_at = self._reported_at if self._reports else now
-        self._reports.append((now - failure.age, failure))
+        self._first_report_at = self._first_report_at if self._failure_reports else now
+        self._failure_reports.append((now - failure.age, failure))
 
-    def _finish(self) -> None:
+    def _update_finished(self) -> None:
         """End the job well once all hosts have finished."""
-        if len(self._finished) == len(self.table):
+        if len(self._finished_hosts) == len(self.offers):
             self.all_finished = True
             self._tell_all({"kind": "over"})
 
-    def _lose(self, host: int, words: str) -> None:
+    def _lose_host(self, host: int, words: str) -> None:
         """Count a host as lost, for this reason in words."""
         self._channels.pop(host).close()
-        if self.all_finished or self.verdict is not None or self.stopped is not None:
+        if self.all_finished or self.verdict is not None or self.stop_request is not None:
             return
-        lost = Failure(None, self.table[host].name, 1, words)
-        if self._serves:
-            self._report(lost)
+        lost = Failure(None, self.offers[host].name, 1, words)
+        if self._is_server:
+            self._add_failure(lost)
         else:
             self.verdict = lost

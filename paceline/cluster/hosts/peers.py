@@ -39,7 +39,7 @@ class Offer:
     agent_port: int = 0  # port of its launcher for the other ones, if losses are survived
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def seat_facts(self) -> dict[str, Any]:
         """Facts about this host that a view holds."""
         return {"name": self.name, "address": self.address, "port": self.agent_port}
 
@@ -107,7 +107,7 @@ class Failure:
             raise ValueError("it is no failure")
         return failure
 
-    def line(self) -> str:
+    def summary_line(self) -> str:
         """The failure in one line."""
         subject = (
             f"rank {self.rank} on {self.host}" if self.rank is not None else f"host {self.host}"
@@ -126,7 +126,7 @@ class LateCall(NamedTuple):
     given_up: bool
 
 
-def said_late(value: Any) -> LateCall:
+def read_late_call(value: Any) -> LateCall:
     """Read a late call from a message. Raises `TypeError` or `ValueError` if it is malformed."""
     late = LateCall(*value)
     if (type(late.call), type(late.what), type(late.given_up)) != (int, str, bool):
@@ -134,7 +134,7 @@ def said_late(value: Any) -> LateCall:
     return late
 
 
-def said_stopped(message: dict[str, Any]) -> tuple[int, str]:
+def read_stop_message(message: dict[str, Any]) -> tuple[int, str]:
     """Read the signal that asked a launcher to end the job, and its host, from a message.
 
     Raises `ValueError` if it is malformed.
@@ -142,7 +142,7 @@ def said_stopped(message: dict[str, Any]) -> tuple[int, str]:
     return signal.Signals(message["number"]).value, str(message["host"])
 
 
-def note(late_calls: dict[int, LateCall], late: LateCall) -> None:
+def note_late_call(late_calls: dict[int, LateCall], late: LateCall) -> None:
     """Add a late call to the known ones. Once workers are about to give up, that stays noted."""
     if late.call not in late_calls or late.given_up:
         late_calls[late.call] = late
@@ -157,13 +157,13 @@ class Peers(Protocol):
 
     verdict: Failure | None  # what ended the job, once all hosts know it
     # the signal by which a launcher was asked to end the job, and its host
-    stopped: tuple[int, str] | None
+    stop_request: tuple[int, str] | None
     all_finished: bool  # every worker of every host has ended well
-    late: dict[int, LateCall]  # calls in which workers of any host wait for others
+    late_calls: dict[int, LateCall]  # calls in which workers of any host wait for others
 
-    def descriptors(self) -> list[int]: ...
-    def hear(self, descriptor: int) -> None: ...
-    def tick(self) -> None: ...
+    def list_descriptors(self) -> list[int]: ...
+    def read_messages(self, descriptor: int) -> None: ...
+    def run_timers(self) -> None: ...
     def tell_failed(self, failure: Failure) -> None: ...
     def tell_stopped(self, number: int) -> None: ...
     def tell_finished(self) -> None: ...
@@ -182,7 +182,7 @@ class RestartPeers(Peers, Protocol):
     sequel: Sequel | None
 
     @property
-    def ended(self) -> Mapping[int, HostReport] | None:
+    def host_reports(self) -> Mapping[int, HostReport] | None:
         """Reports of all hosts that are still connected, by host number.
 
         None unless this host is to decide, and all reports have come.
@@ -190,7 +190,7 @@ class RestartPeers(Peers, Protocol):
 
     def tell_ended(self, report: HostReport) -> None: ...
     def tell_sequel(self, sequel: Sequel) -> None: ...
-    def links(self) -> Links | None:
+    def hand_over_links(self) -> Links | None:
         """Hand over the connections for the next start; None if there are none.
 
         `close` doesn't close them if the job starts again.
@@ -202,20 +202,20 @@ class NoPeers:
 
     def __init__(self) -> None:
         self.verdict: Failure | None = None
-        self.stopped: tuple[int, str] | None = None
+        self.stop_request: tuple[int, str] | None = None
         self.all_finished = False
-        self.late: dict[int, LateCall] = {}
+        self.late_calls: dict[int, LateCall] = {}
         self.state: RestartState | None = None
         self.sequel: Sequel | None = None
-        self.ended: Mapping[int, HostReport] | None = None
+        self.host_reports: Mapping[int, HostReport] | None = None
 
-    def descriptors(self) -> list[int]:
+    def list_descriptors(self) -> list[int]:
         return []
 
-    def hear(self, descriptor: int) -> None:
+    def read_messages(self, descriptor: int) -> None:
         raise AssertionError(descriptor)
 
-    def tick(self) -> None:
+    def run_timers(self) -> None:
         return
 
     def tell_failed(self, failure: Failure) -> None:
@@ -228,16 +228,16 @@ class NoPeers:
         self.all_finished = True
 
     def tell_late(self, late: LateCall) -> None:
-        note(self.late, late)
+        note_late_call(self.late_calls, late)
 
     def close(self) -> None:
         return
 
     def tell_ended(self, report: HostReport) -> None:
-        self.ended = {0: report}
+        self.host_reports = {0: report}
 
     def tell_sequel(self, sequel: Sequel) -> None:
         self.sequel = sequel
 
-    def links(self) -> None:
+    def hand_over_links(self) -> None:
         return None

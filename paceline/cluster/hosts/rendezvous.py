@@ -23,19 +23,25 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from paceline.cluster import network
-from paceline.cluster.hosts.channel import SENSELESS, Channel, ChannelBroken, call, ready
+from paceline.cluster.hosts.channel import (
+    MALFORMED,
+    Channel,
+    ChannelBroken,
+    introduce_launcher,
+    wait_ready,
+)
 from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.handshake import Handshakes
 from paceline.cluster.hosts.membership import View
-from paceline.cluster.hosts.peers import Offer, said_stopped
+from paceline.cluster.hosts.peers import Offer, read_stop_message
 from paceline.cluster.hosts.restart_messages import JobStopped, Links, RestartState
 from paceline.cluster.launcher.hints import WaitReminder
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, PlaceError, SecretError
-from paceline.formatting import counted
-from paceline.timings import DEFAULTS, Timings
+from paceline.formatting import format_count
+from paceline.timings import DEFAULT_TIMINGS, Timings
 
 
-def _tell(text: str) -> None:
+def _print_message(text: str) -> None:
     print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
@@ -66,17 +72,17 @@ class Meeting:
     host_rank: int | None
     deadline: float
     command: str = "the same command"
-    say: Callable[[str], None] = _tell
-    timings: Timings = DEFAULTS
+    say: Callable[[str], None] = _print_message
+    timings: Timings = DEFAULT_TIMINGS
     restarts: RestartState | None = None
     links: Links | None = None
 
     @property
-    def where(self) -> str:
+    def point_text(self) -> str:
         """The meeting point, for messages."""
         return f"{self.point[0]}:{self.point[1]}"
 
-    def reminder(self) -> WaitReminder:
+    def make_reminder(self) -> WaitReminder:
         """Make a reminder for a wait of this rendezvous."""
         return WaitReminder(self.say, timings=self.timings.rendezvous)
 
@@ -90,7 +96,7 @@ class Admission:
     run: str
 
 
-def assemble(meeting: Meeting) -> FixedPeers | Admission:
+def assemble_hosts(meeting: Meeting) -> FixedPeers | Admission:
     """Meet the other hosts, and agree on ranks.
 
     Returns:
@@ -104,40 +110,45 @@ def assemble(meeting: Meeting) -> FixedPeers | Admission:
         DeadlineExceeded: Not all hosts came in time.
     """
     end = time.monotonic() + meeting.deadline
-    own_address = _own(meeting)
-    if (peers := _attend_again(meeting, end)) is not None:
+    own_address = _find_own_address(meeting)
+    if (peers := _attend_by_link(meeting, end)) is not None:
         return peers
-    retry_seconds, reminder = meeting.timings.rendezvous.shortest_retry, meeting.reminder()
+    retry_seconds, reminder = meeting.timings.rendezvous.shortest_retry, meeting.make_reminder()
     # Until it succeeds, this host tries in turn to listen at the meeting point and to call it: the
     # host that listens may come later, or may have gone.
     while True:
-        listening = None if own_address is None else _listen(own_address, meeting)
+        listening = None if own_address is None else _listen_at_point(own_address, meeting)
         if listening is not None:
             with listening:
-                outcome = _Listener(meeting, listening, end).gather()
-                return outcome if isinstance(outcome, FixedPeers) else seek(outcome, meeting)
+                outcome = _MeetingListener(meeting, listening, end).gather_hosts()
+                return (
+                    outcome if isinstance(outcome, FixedPeers) else seek_admission(outcome, meeting)
+                )
         if meeting.links is not None:
             # Another launcher on this machine listens, so all meet there.
-            _leave(meeting.links, meeting.timings.channel.flush)
-        channel_or_error = _call(
-            (own_address or network.resolve(meeting.point[0])[0], meeting.point[1]), meeting, end
+            _close_links(meeting.links, meeting.timings.channel.flush)
+        channel_or_error = _call_launcher(
+            (own_address or network.resolve_host(meeting.point[0])[0], meeting.point[1]),
+            meeting,
+            end,
         )
         if isinstance(channel_or_error, Channel):
-            return _attend(meeting, channel_or_error, end)
+            return _attend_meeting(meeting, channel_or_error, end)
         if time.monotonic() + retry_seconds >= end:
             raise DeadlineExceeded(
-                f"the meeting point {meeting.where} could not be reached from {meeting.offer.name} "
+                f"the meeting point {meeting.point_text} could not be reached from "
+                f"{meeting.offer.name} "
                 f"within {meeting.deadline:g} s "
                 f"({channel_or_error.strerror or channel_or_error}): "
                 "no host that owns this address has started "
-                f"`paceline run --join {meeting.where}`, or a firewall is between"
+                f"`paceline run --join {meeting.point_text}`, or a firewall is between"
             )
-        reminder.turn(partial(_unanswered, meeting, channel_or_error))
+        reminder.remind_if_due(partial(_describe_unanswered, meeting, channel_or_error))
         time.sleep(retry_seconds)
         retry_seconds = min(2 * retry_seconds, meeting.timings.rendezvous.longest_retry)
 
 
-def _attend_again(meeting: Meeting, end: float) -> FixedPeers | Admission | None:
+def _attend_by_link(meeting: Meeting, end: float) -> FixedPeers | Admission | None:
     """Take part through the connection that is left from the start before.
 
     None if there is none, or if the launcher at its other end is gone.
@@ -151,14 +162,14 @@ def _attend_again(meeting: Meeting, end: float) -> FixedPeers | Admission | None
     if channel is None:
         return None
     try:
-        return _attend(meeting, channel, end)
+        return _attend_meeting(meeting, channel, end)
     except DeadlineExceeded as error:
         if isinstance(error.__cause__, ChannelBroken) and time.monotonic() < end:
             return None  # the other launcher is gone: it didn't just give up
         raise
 
 
-def _leave(links: Links, seconds: float) -> None:
+def _close_links(links: Links, seconds: float) -> None:
     """Close the connections that are left from the start before.
 
     If one of the other launchers was asked to end the job, tell the rest for at most `seconds`, and
@@ -166,24 +177,25 @@ def _leave(links: Links, seconds: float) -> None:
     """
     try:
         for channel in links.channels.values():
-            for message in _heard(channel) or ():
-                _stop_with(message)
+            for message in _read_messages(channel) or ():
+                _raise_if_stopped(message)
     except JobStopped as stop:
-        links.stop(stop, seconds)
+        links.stop_job(stop, seconds)
         raise
     links.close()
 
 
-def _unanswered(meeting: Meeting, error: OSError) -> str:
+def _describe_unanswered(meeting: Meeting, error: OSError) -> str:
     """The reminder that the meeting point doesn't answer yet."""
     reason = error.strerror or error
     return (
-        f"nobody answers at {meeting.where} yet ({reason}); on the host with that address, run: "
+        f"nobody answers at {meeting.point_text} yet ({reason}); on the host with that address, "
+        "run: "
         f"{meeting.command}"
     )
 
 
-def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
+def seek_admission(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
     """Get a place in a running job from any of its launchers, which are called at these points.
 
     Raises the same errors as `assemble_hosts`.
@@ -193,9 +205,9 @@ def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
     while time.monotonic() < end:
         for point in points:
             try:
-                channel_or_error = _call(point, meeting, end)
+                channel_or_error = _call_launcher(point, meeting, end)
                 admission = (
-                    _attend(meeting, channel_or_error, end)
+                    _attend_meeting(meeting, channel_or_error, end)
                     if isinstance(channel_or_error, Channel)
                     else None
                 )
@@ -212,28 +224,30 @@ def seek(points: Sequence[tuple[str, int]], meeting: Meeting) -> Admission:
     )
 
 
-def _own(meeting: Meeting) -> str | None:
+def _find_own_address(meeting: Meeting) -> str | None:
     """The address to listen on, if the meeting point is on this machine; else None."""
     host = meeting.point[0]
-    own_addresses = [address for address in network.resolve(host) if network.local(address)]
+    own_addresses = [
+        address for address in network.resolve_host(host) if network.is_own_address(address)
+    ]
     if not own_addresses:
         return None
-    if network.loopback(own_addresses[0]) and not network.literal(host):
+    if network.is_loopback(own_addresses[0]) and not network.is_written_as_local(host):
         # A line in /etc/hosts maps the machine's own name to loopback, which other hosts can't
         # reach. So this listens on the address from which this host reaches the others.
-        if network.loopback(meeting.offer.address):
+        if network.is_loopback(meeting.offer.address):
             raise PlaceError(
                 f"on {meeting.offer.name} the name {host} means {own_addresses[0]}, "
-                f"which other hosts can't reach: {network.advice()}"
+                f"which other hosts can't reach: {network.format_interface_advice()}"
             )
         return meeting.offer.address
     return own_addresses[0]
 
 
-def _listen(address: str, meeting: Meeting) -> socket.socket | None:
+def _listen_at_point(address: str, meeting: Meeting) -> socket.socket | None:
     """Listen at the meeting point, unless another process already does."""
     try:
-        return network.listen(address, meeting.point[1])
+        return network.open_listener(address, meeting.point[1])
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             return None
@@ -243,23 +257,23 @@ def _listen(address: str, meeting: Meeting) -> socket.socket | None:
         ) from error
 
 
-def _call(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSError:
+def _call_launcher(point: tuple[str, int], meeting: Meeting, end: float) -> Channel | OSError:
     """Call a launcher at this point. Returns the channel, or the error of the network."""
     try:
         connection = socket.create_connection(
             point, timeout=max(0.1, min(meeting.timings.rendezvous.connect, end - time.monotonic()))
         )
-        return call(
+        return introduce_launcher(
             connection, meeting.secret, f"{point[0]}:{point[1]}", meeting.timings.channel.hello
         )
     except OSError as error:
         return error
 
 
-def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admission:
+def _attend_meeting(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admission:
     """Send this host's offer to the launcher that listens, and wait for its answer."""
     # Hosts may come minutes apart, so the user is reminded of the wait.
-    reminder, answer_deadline = meeting.reminder(), end + meeting.timings.rendezvous.verdict
+    reminder, answer_deadline = meeting.make_reminder(), end + meeting.timings.rendezvous.verdict
     restarts = None if meeting.restarts is None else meeting.restarts.dump()
     terms = {
         "offer": asdict(meeting.offer),
@@ -270,10 +284,10 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admi
     try:
         channel.send({"kind": "offer", **terms})
         # This waits longer than the launcher that listens, which gives up first and says why.
-        answer = channel.wait(
+        answer = channel.wait_for_message(
             answer_deadline,
-            lambda: reminder.turn(
-                lambda: f"has come to {meeting.where}, and waits there for the other hosts"
+            lambda: reminder.remind_if_due(
+                lambda: f"has come to {meeting.point_text}, and waits there for the other hosts"
             ),
         )
     except JobStopped as stop:
@@ -284,27 +298,29 @@ def _attend(meeting: Meeting, channel: Channel, end: float) -> FixedPeers | Admi
     except ChannelBroken as error:
         channel.close()
         raise DeadlineExceeded(
-            f"the launcher at {meeting.where} left before all "
+            f"the launcher at {meeting.point_text} left before all "
             f"{meeting.hosts} hosts had come ({error})"
         ) from error
     try:
-        return _placed(meeting, channel, answer)
-    except SENSELESS as error:
+        return _interpret_answer(meeting, channel, answer)
+    except MALFORMED as error:
         channel.close()
         if isinstance(error, PacelineError):
             raise
         raise PlaceError(
-            f"the launcher at {meeting.where} answers with what makes no sense here "
+            f"the launcher at {meeting.point_text} answers with what makes no sense here "
             f"({type(error).__name__}: {error}): install the same version of paceline on all hosts"
         ) from error
 
 
-def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> FixedPeers | Admission:
+def _interpret_answer(
+    meeting: Meeting, channel: Channel, answer: dict[str, Any]
+) -> FixedPeers | Admission:
     """Interpret the answer to an offer. Raises one of `channel.MALFORMED` if it is malformed."""
     if answer.get("kind") == "refused":
-        raise _KINDS.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
+        raise _ERROR_TYPES.get(str(answer.get("error")), PlaceError)(str(answer.get("why")))
     if answer.get("kind") == "stopped":
-        raise JobStopped(*said_stopped(answer))
+        raise JobStopped(*read_stop_message(answer))
     if answer.get("kind") == "begin":
         # The table must have this host's own offer at its number, else the answer isn't for it.
         offers = tuple(Offer.load(offer) for offer in answer["table"])
@@ -316,15 +332,15 @@ def _placed(meeting: Meeting, channel: Channel, answer: dict[str, Any]) -> Fixed
         return FixedPeers(*places, server=server, state=state, timings=meeting.timings)
     channel.close()
     if answer.get("kind") == "invitation":
-        return seek(_points(answer), meeting)
+        return seek_admission(_read_points(answer), meeting)
     return Admission(View.load(answer["view"]), int(answer["host"]), str(answer["run"]))
 
 
-def _points(message: dict[str, Any]) -> list[tuple[str, int]]:
+def _read_points(message: dict[str, Any]) -> list[tuple[str, int]]:
     return [(str(address), int(port)) for address, port in message["points"]]
 
 
-_KINDS: dict[str, type[PacelineError]] = {
+_ERROR_TYPES: dict[str, type[PacelineError]] = {
     kind.__name__: kind for kind in (PlaceError, SecretError, Mismatch, DeadlineExceeded)
 }
 
@@ -338,11 +354,11 @@ class _Newcomer(NamedTuple):
 
     channel: Channel
     offer: Offer
-    wish: int | None
+    wished_number: int | None
     restarts: RestartState | None
 
 
-class _Listener:
+class _MeetingListener:
     """The launcher that listens at the meeting point, until all hosts have come.
 
     Invariants: each connected launcher is in one of three places. `_handshakes` has those that
@@ -352,25 +368,27 @@ class _Listener:
     """
 
     def __init__(self, meeting: Meeting, listening: socket.socket, end: float) -> None:
-        self._meeting, self._listening, self._end = meeting, listening, end
+        self._meeting, self._listening, self._deadline = meeting, listening, end
         self._timings = meeting.timings
         self._handshakes, self._reminder = (
             Handshakes(meeting.secret, meeting.say, timings=self._timings.channel),
-            meeting.reminder(),
+            meeting.make_reminder(),
         )
         self._newcomers: list[_Newcomer] = []
         # From the start before: they haven't sent a new offer yet.
-        self._known: list[Channel] = (
+        self._known_channels: list[Channel] = (
             [] if meeting.links is None else [*meeting.links.channels.values()]
         )
-        self._invited: list[tuple[str, int]] = []
+        self._invited_points: list[tuple[str, int]] = []
         elastic = meeting.hosts == 1 and bool(meeting.offer.numbers)
         # A job of one host could begin at once. But it may be meant to join a running job, so it
         # waits a moment for an invitation.
-        self._alone = time.monotonic() + (self._timings.rendezvous.invitation if elastic else 0.0)
+        self._alone_until = time.monotonic() + (
+            self._timings.rendezvous.invitation if elastic else 0.0
+        )
         listening.setblocking(False)
 
-    def gather(self) -> FixedPeers | list[tuple[str, int]]:
+    def gather_hosts(self) -> FixedPeers | list[tuple[str, int]]:
         """Wait for all hosts, and tell each its place, or the reason if that fails.
 
         Returns:
@@ -378,114 +396,117 @@ class _Listener:
         """
         try:
             while (
-                len(self._newcomers) < self._meeting.hosts - 1 or time.monotonic() < self._alone
-            ) and not self._invited:
-                self._turn()
-            if not self._invited:
+                len(self._newcomers) < self._meeting.hosts - 1
+                or time.monotonic() < self._alone_until
+            ) and not self._invited_points:
+                self._handle_events()
+            if not self._invited_points:
                 return self._assign_numbers()
-            self._dismiss(
+            self._dismiss_launchers(
                 [newcomer.channel for newcomer in self._newcomers],
-                {"kind": "invitation", "points": self._invited},
+                {"kind": "invitation", "points": self._invited_points},
             )
-            return self._invited
+            return self._invited_points
         except (PacelineError, JobStopped) as error:
             refusal = {"kind": "refused", "error": type(error).__name__, "why": str(error)}
             channels = [newcomer.channel for newcomer in self._newcomers]
-            self._dismiss(
-                [*channels, *self._known, *self._handshakes.trusted()],
+            self._dismiss_launchers(
+                [*channels, *self._known_channels, *self._handshakes.list_trusted_channels()],
                 error.dump() if isinstance(error, JobStopped) else refusal,
             )
             raise
         finally:
             self._handshakes.close()
 
-    def _dismiss(self, channels: Sequence[Channel], message: dict[str, Any]) -> None:
+    def _dismiss_launchers(self, channels: Sequence[Channel], message: dict[str, Any]) -> None:
         """Send a last message on each channel, and close it."""
         for channel in channels:
             channel.send(message)
             channel.flush(self._timings.channel.flush)
             channel.close()
 
-    def _turn(self) -> None:
+    def _handle_events(self) -> None:
         """Wait until something happens, and handle it."""
         now = time.monotonic()
-        if now > self._end:
-            raise self._incomplete()
+        if now > self._deadline:
+            raise self._make_deadline_error()
         channel_fds = [
             *(newcomer.channel.fileno() for newcomer in self._newcomers),
-            *(channel.fileno() for channel in self._known),
+            *(channel.fileno() for channel in self._known_channels),
         ]
-        descriptors = ready(
-            [self._listening.fileno(), *self._handshakes.descriptors(), *channel_fds],
-            min(self._timings.channel.look, self._end - now),
+        descriptors = wait_ready(
+            [self._listening.fileno(), *self._handshakes.list_descriptors(), *channel_fds],
+            min(self._timings.channel.look, self._deadline - now),
         )
-        for descriptor in descriptors & {*self._handshakes.descriptors()}:
-            if (first_message := self._handshakes.hear(descriptor)) is not None:
-                self._receive(*first_message)
+        for descriptor in descriptors & {*self._handshakes.list_descriptors()}:
+            if (first_message := self._handshakes.receive_first_message(descriptor)) is not None:
+                self._receive_message(*first_message)
         # A newcomer has nothing more to say, unless it gives up or was asked to end the job.
         for newcomer in [*self._newcomers]:
             if newcomer.channel.fileno() not in descriptors:
                 continue
-            messages = _heard(newcomer.channel)
+            messages = _read_messages(newcomer.channel)
             if messages is None:  # it gave up, and may come back
                 newcomer.channel.close()
                 self._newcomers.remove(newcomer)
             for message in messages or ():
-                _stop_with(message)
-        for channel in [channel for channel in self._known if channel.fileno() in descriptors]:
-            self._hear_known(channel)
+                _raise_if_stopped(message)
+        for channel in [
+            channel for channel in self._known_channels if channel.fileno() in descriptors
+        ]:
+            self._read_known_channel(channel)
         if self._listening.fileno() in descriptors:
-            self._handshakes.let_in(self._listening)
-        self._handshakes.tick(now)
+            self._handshakes.accept_callers(self._listening)
+        self._handshakes.drop_late_callers(now)
         if self._meeting.hosts > 1:
-            self._reminder.turn(self._awaited)
+            self._reminder.remind_if_due(self._describe_missing)
 
-    def _hear_known(self, channel: Channel) -> None:
+    def _read_known_channel(self, channel: Channel) -> None:
         """Read from a launcher that is connected since the start before.
 
         It becomes a newcomer when its offer comes.
         """
-        messages = _heard(channel)
+        messages = _read_messages(channel)
         if messages is None:  # it is gone: another one may come in its place
-            self._known.remove(channel)
+            self._known_channels.remove(channel)
             channel.close()
         for message in messages or ():
-            if message.get("kind") == "offer" and channel in self._known:
-                self._known.remove(channel)
-                self._receive(channel, message)
+            if message.get("kind") == "offer" and channel in self._known_channels:
+                self._known_channels.remove(channel)
+                self._receive_message(channel, message)
             else:
-                _stop_with(message)
+                _raise_if_stopped(message)
 
-    def _awaited(self) -> str:
+    def _describe_missing(self) -> str:
         """The reminder of the hosts that are missing."""
         present = ", ".join(
             [self._meeting.offer.name, *(newcomer.offer.name for newcomer in self._newcomers)]
         )
-        missing = counted(self._meeting.hosts - 1 - len(self._newcomers), "host")
+        missing = format_count(self._meeting.hosts - 1 - len(self._newcomers), "host")
         return (
-            f"waits at {self._meeting.where} for {missing} more, "
-            f"{self._end - time.monotonic():.0f} s at most (here: {present}); "
+            f"waits at {self._meeting.point_text} for {missing} more, "
+            f"{self._deadline - time.monotonic():.0f} s at most (here: {present}); "
             f"there, run: {self._meeting.command}"
         )
 
-    def _receive(self, channel: Channel, message: dict[str, Any]) -> None:
+    def _receive_message(self, channel: Channel, message: dict[str, Any]) -> None:
         """Handle a message of a launcher that knows the secret. Hang up if it is malformed."""
         try:
             if message.get("kind") == "offer":
                 dumped = message.get("restarts")
                 restarts = None if dumped is None else RestartState.load(dumped)
                 offer, wish = Offer.load(message["offer"]), message["host_rank"]
-                self._take(_Newcomer(channel, offer, wish, restarts), message["hosts"])
+                self._take_in(_Newcomer(channel, offer, wish, restarts), message["hosts"])
                 return
             if message.get("kind") == "invitation" and self._meeting.offer.numbers:
-                self._invited = _points(message)
-        except SENSELESS:
+                self._invited_points = _read_points(message)
+        except MALFORMED:
             pass
         channel.close()
 
-    def _take(self, newcomer: _Newcomer, hosts: Any) -> None:
+    def _take_in(self, newcomer: _Newcomer, hosts: Any) -> None:
         """Let a host take part. Raises `Mismatch` if it was started with other options."""
-        offer, wish, meeting = newcomer.offer, newcomer.wish, self._meeting
+        offer, wish, meeting = newcomer.offer, newcomer.wished_number, self._meeting
         if type(hosts) is not int or type(wish) not in (int, type(None)):
             raise TypeError("numbers of hosts are whole")
         self._newcomers.append(newcomer)
@@ -544,7 +565,7 @@ class _Listener:
         known_states = [newcomer.restarts for newcomer in self._newcomers]
         states = [state for state in (self._meeting.restarts, *known_states) if state is not None]
         # A host that joined later knows less of earlier restarts, so the furthest state counts.
-        latest = max(states, key=lambda state: state.progress, default=None)
+        latest = max(states, key=lambda state: state.sort_key, default=None)
         begin = {
             "kind": "begin",
             "table": [asdict(offer) for offer in offers],
@@ -553,25 +574,28 @@ class _Listener:
         }
         for host_rank, channel in channels.items():
             channel.send({**begin, "host_rank": host_rank})
-        for channel in self._known:
+        for channel in self._known_channels:
             channel.close()  # other hosts have come in the place of these
         places = (offers, numbers[0], channels)
         return FixedPeers(*places, server=numbers[0], state=latest, timings=self._meeting.timings)
 
-    def _incomplete(self) -> DeadlineExceeded:
+    def _make_deadline_error(self) -> DeadlineExceeded:
         """The error for hosts that haven't come in time."""
         meeting = self._meeting
         present = ", ".join(
             [meeting.offer.name, *(newcomer.offer.name for newcomer in self._newcomers)]
         )
-        hint = f". {self._handshakes.wrong}" if self._handshakes.wrong else ""
-        if network.literal(meeting.point[0]):
+        hint = (
+            f". {self._handshakes.last_secret_error}" if self._handshakes.last_secret_error else ""
+        )
+        if network.is_written_as_local(meeting.point[0]):
             hint += (
                 f". {meeting.point[0]} is loopback, which no other machine reaches: "
                 "give --join an address of this one"
             )
         return DeadlineExceeded(
-            f"{1 + len(self._newcomers)} of {meeting.hosts} hosts came to {meeting.where} within "
+            f"{1 + len(self._newcomers)} of {meeting.hosts} hosts came to {meeting.point_text} "
+            "within "
             f"{meeting.deadline:g} s ({present}): "
             f"start the same command on the others, or look at their output{hint}"
         )
@@ -581,30 +605,30 @@ def _check_reachable(offers: Sequence[Offer]) -> None:
     """Raise `PlaceError` if hosts of several machines have met, and one has a loopback address."""
     if len({offer.machine for offer in offers}) == 1:
         return
-    unreachable = [offer.name for offer in offers if network.loopback(offer.address)]
+    unreachable = [offer.name for offer in offers if network.is_loopback(offer.address)]
     if unreachable:
         raise PlaceError(
             f"{unreachable[0]} comes from a loopback address, which other hosts can't "
-            f"reach: {network.advice()}"
+            f"reach: {network.format_interface_advice()}"
         )
 
 
-def _heard(channel: Channel) -> list[dict[str, Any]] | None:
+def _read_messages(channel: Channel) -> list[dict[str, Any]] | None:
     """Read the messages that have come from a launcher; None if it is gone without a word."""
     messages: list[dict[str, Any]] = []
     try:
-        while (message := channel.hear()) is not None:
+        while (message := channel.receive_message()) is not None:
             messages.append(message)
     except ChannelBroken:
         return messages or None  # the next call notices the end again
     return messages
 
 
-def _stop_with(message: dict[str, Any]) -> None:
+def _raise_if_stopped(message: dict[str, Any]) -> None:
     """Raise `JobStopped` if this message tells that a launcher was asked to end the job."""
     if message.get("kind") == "stopped":
         try:
-            stop = JobStopped(*said_stopped(message))
-        except SENSELESS:
+            stop = JobStopped(*read_stop_message(message))
+        except MALFORMED:
             return
         raise stop

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 from paceline.cluster.discover import JobStart
-from paceline.cluster.hosts.channel import Channel, hang_up
+from paceline.cluster.hosts.channel import Channel, close_channels
 
 
 class Cause(NamedTuple):
@@ -86,7 +86,7 @@ class RestartState:
     causes: tuple[str, ...] = ()
 
     @property
-    def progress(self) -> tuple[int, bool]:
+    def sort_key(self) -> tuple[int, bool]:
         """A sort key: of two states of a job, the later one is greater."""
         return len(self.start.events), self.start.folder is not None
 
@@ -150,11 +150,11 @@ class JobStopped(KeyboardInterrupt):
         super().__init__(
             f"the launcher on {host} was asked to end the job ({signal.Signals(number).name})"
         )
-        self.number, self.host, self.here = number, host, here
+        self.signum, self.host, self.is_here = number, host, here
 
     def dump(self) -> dict[str, Any]:
         """Write the message that tells other launchers."""
-        return {"kind": "stopped", "number": self.number, "host": self.host}
+        return {"kind": "stopped", "number": self.signum, "host": self.host}
 
 
 @dataclass(frozen=True)
@@ -174,15 +174,15 @@ class Links:
     channels: dict[int, Channel]
 
     @property
-    def lost(self) -> bool:
+    def is_host_missing(self) -> bool:
         """Whether a host is missing, as far as this one knows."""
         return len(self.channels) < (self.hosts - 1 if self.host == self.server else 1)
 
-    def stop(self, stop: JobStopped, seconds: float) -> None:
+    def stop_job(self, stop: JobStopped, seconds: float) -> None:
         """Tell the others that the job ends, for at most `seconds`, and hang up."""
         for channel in self.channels.values():
             channel.send(stop.dump())
-        hang_up(self.channels.values(), seconds)
+        close_channels(self.channels.values(), seconds)
         self.channels.clear()
 
     def close(self) -> None:

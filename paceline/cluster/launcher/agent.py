@@ -21,11 +21,11 @@ from paceline.cluster.launcher.request import LaunchRequest
 
 # Signal that asks an agent to end its workers and itself within seconds. A second one ends them at
 # once.
-END = signal.SIGHUP
+END_SIGNAL = signal.SIGHUP
 _PR_SET_PDEATHSIG = 1
 
 
-def command(job: LaunchRequest, parent: int) -> list[str]:
+def make_command(job: LaunchRequest, parent: int) -> list[str]:
     """Make the command that starts an agent for the process `parent`.
 
     The agent inherits the descriptors of `job.call`.
@@ -40,7 +40,7 @@ def command(job: LaunchRequest, parent: int) -> list[str]:
     ]
 
 
-def read(text: str) -> LaunchRequest:
+def read_request(text: str) -> LaunchRequest:
     """Read the request that `make_command` has written."""
     fields = json.loads(text)
     call = fields["call"]
@@ -52,12 +52,12 @@ def read(text: str) -> LaunchRequest:
 def main(arguments: list[str]) -> int:
     """Run a job for the process with this number, and return the exit code of `launch.run_job`."""
     parent, text = arguments
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, END, 0, 0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, END_SIGNAL, 0, 0, 0)
     # The parent may have ended before the line above, and then no signal would come.
     if os.getppid() != int(parent):
-        return 128 + END
-    output.stand_in()
-    return launch.run(read(text))
+        return 128 + END_SIGNAL
+    output.open_missing_streams()
+    return launch.run_job(read_request(text))
 
 
 if __name__ == "__main__":

@@ -12,19 +12,23 @@ from collections.abc import Mapping, Sequence
 from paceline.cluster.launcher import output
 from paceline.cluster.launcher.output import Screen
 from paceline.cluster.launcher.worker import WorkerProcess
-from paceline.status.live_bar import bar_on, capable, reflows
+from paceline.status.live_bar import can_show_bar, make_bar, reflows_lines
 from paceline.status.run_status import RunStatus
 
 
-def is_there(environ: Mapping[str, str], *, bare: bool = False) -> bool:
+def is_bar_drawn(environ: Mapping[str, str], *, bare: bool = False) -> bool:
     """Whether a bar is drawn below standard error, in this environment."""
-    return not bare and os.isatty(2) and capable(environ)
+    return not bare and os.isatty(2) and can_show_bar(environ)
 
 
-def screens(environ: Mapping[str, str], *, bare: bool = False) -> tuple[Screen, Screen]:
+def make_screens(environ: Mapping[str, str], *, bare: bool = False) -> tuple[Screen, Screen]:
     """Make the screens of standard output and error, with a bar if there is to be one."""
-    bar = bar_on(sys.stderr, breaks=reflows(environ)) if is_there(environ, bare=bare) else None
-    return output.screens(bare=bare, bar=bar)
+    bar = (
+        make_bar(sys.stderr, breaks=reflows_lines(environ))
+        if is_bar_drawn(environ, bare=bare)
+        else None
+    )
+    return output.make_screens(bare=bare, bar=bar)
 
 
 class JobBar:
@@ -32,9 +36,9 @@ class JobBar:
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
-        self._teller: WorkerProcess | None = None
+        self._reporting_worker: WorkerProcess | None = None
 
-    def follow(self, workers: Sequence[WorkerProcess]) -> None:
+    def show_progress(self, workers: Sequence[WorkerProcess]) -> None:
         """Show the latest progress that a worker has reported, below the lines of all workers.
 
         When that worker has reported the last progress, or has ended, the bar becomes text.
@@ -42,9 +46,11 @@ class JobBar:
         for worker in workers:
             status = worker.take_status()
             if status is not None:
-                self._teller = worker
-                self._screen.follow(RunStatus.read(status))
-            if self._teller is worker and (worker.told_all or worker.ended is not None):
-                self._teller = None
-                self._screen.follow(None)
-        self._screen.settle()
+                self._reporting_worker = worker
+                self._screen.show_status(RunStatus.from_fields(status))
+            if self._reporting_worker is worker and (
+                worker.has_told_all or worker.ended_at is not None
+            ):
+                self._reporting_worker = None
+                self._screen.show_status(None)
+        self._screen.redraw_bar()

@@ -21,17 +21,17 @@ from paceline.cluster.control import commands
 from paceline.cluster.hosts.peers import LateCall, Peers
 from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.worker import WorkerProcess
-from paceline.timings import DEFAULTS, HangTimings
+from paceline.timings import DEFAULT_TIMINGS, HangTimings
 
 # Lines of a long stack that are shown: where the worker hangs, and how the script got there
-_INNERMOST, _OUTERMOST = 10, 5
+_INNERMOST_LINES, _OUTERMOST_LINES = 10, 5
 # Why a process doesn't answer, by its state as the kernel writes it (see proc(5))
-_STATES = {
+_REASON_BY_STATE = {
     "T": "it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on",
     "t": "a debugger holds it",
     "D": "it is stuck in the kernel (a disk, or a network file system)",
 }
-_SILENT = "it doesn't answer"
+_UNKNOWN_REASON = "it doesn't answer"
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class _Whereabouts:
     ended, and whether the worker waits in another call.
     """
 
-    done: int
-    what: str
+    ended_calls: int
+    call_name: str
     seconds: float
-    waits: bool
+    is_waiting: bool
 
     @classmethod
-    def of(cls, record: dict[str, object]) -> _Whereabouts:
+    def from_record(cls, record: dict[str, object]) -> _Whereabouts:
         """Read the whereabouts from a worker's record."""
         return cls(
             int(str(record["call"])),
@@ -57,11 +57,11 @@ class _Whereabouts:
             bool(record["waits"]),
         )
 
-    def line(self) -> str:
+    def describe_place(self) -> str:
         """The whereabouts in words."""
-        if self.waits:
-            return f"it waits itself, in {self.what}"
-        return f"its last call was {self.what or 'none'}, {self.seconds:.1f} s ago"
+        if self.is_waiting:
+            return f"it waits itself, in {self.call_name}"
+        return f"its last call was {self.call_name or 'none'}, {self.seconds:.1f} s ago"
 
 
 @dataclass
@@ -72,11 +72,11 @@ class _LateCase:
     """
 
     members: Sequence[WorkerProcess]
-    asked: float
+    asked_at: float
     answers: dict[int, _Whereabouts] = field(default_factory=dict)  # by process id
     culprits: list[WorkerProcess] = field(default_factory=list)
-    shown: float | None = None  # when their stacks were asked for
-    over: bool = False
+    stacks_asked_at: float | None = None  # when their stacks were asked for
+    is_over: bool = False
 
 
 @dataclass
@@ -93,13 +93,13 @@ class HangSearch:
     peers: Peers
     host: str
     say: Callable[[str], None]
-    timings: HangTimings = field(default=DEFAULTS.hangs, kw_only=True)
+    timings: HangTimings = field(default=DEFAULT_TIMINGS.hangs, kw_only=True)
     # By call, and by whether the waiting workers are about to give up
     _cases: dict[tuple[int, bool], _LateCase] = field(default_factory=dict)
     # Workers that were named already (process id), and after how many calls
-    _told: set[tuple[int, int]] = field(default_factory=set)
+    _named: set[tuple[int, int]] = field(default_factory=set)
 
-    def turn(self, members: Sequence[WorkerProcess], *, ends: bool) -> None:
+    def handle_messages(self, members: Sequence[WorkerProcess], *, ends: bool) -> None:
         """Handle the messages of workers and of other launchers.
 
         Args:
@@ -109,65 +109,67 @@ class HangSearch:
         """
         now = time.monotonic()
         for worker in members:
-            for record in worker.take("late"):
+            for record in worker.take_records("late"):
                 self.peers.tell_late(
                     LateCall(
                         int(str(record["call"])), str(record["what"]), bool(record["given_up"])
                     )
                 )
-            for record in worker.take("where"):
+            for record in worker.take_records("where"):
                 for case in self._cases.values():
-                    case.answers[worker.process.pid] = _Whereabouts.of(record)
-        for late in self.peers.late.values():
+                    case.answers[worker.process.pid] = _Whereabouts.from_record(record)
+        for late in self.peers.late_calls.values():
             if (late.call, late.given_up) not in self._cases:
                 self._cases[late.call, late.given_up] = _LateCase(members, now)
                 for worker in members:
-                    worker.order(commands.ASK)
+                    worker.send_order(commands.ASK_COMMAND)
             case = self._cases[late.call, late.given_up]
-            if not case.over:
-                self._judge(late, case, ends=ends and late.given_up)
+            if not case.is_over:
+                self._advance_case(late, case, ends=ends and late.given_up)
 
-    def _judge(self, late: LateCall, case: _LateCase, *, ends: bool) -> None:
+    def _advance_case(self, late: LateCall, case: _LateCase, *, ends: bool) -> None:
         """Take a case one step further, if it is time."""
         now = time.monotonic()
-        live_members = [worker for worker in case.members if worker.ended is None]
-        if case.shown is None:
-            if now - case.asked < self.timings.answer and any(
+        live_members = [worker for worker in case.members if worker.ended_at is None]
+        if case.stacks_asked_at is None:
+            if now - case.asked_at < self.timings.answer and any(
                 worker.process.pid not in case.answers for worker in live_members
             ):
                 return
             case.culprits = [
                 worker
                 for worker in live_members
-                if not _comes(case.answers.get(worker.process.pid), late.call, strict=ends)
+                if not _is_coming(case.answers.get(worker.process.pid), late.call, strict=ends)
             ]
-            case.shown = now
+            case.stacks_asked_at = now
             for worker in case.culprits:
-                worker.stack()  # drops stacks that were written before
-                if worker.said("shows"):
-                    os.kill(worker.process.pid, commands.STACK)
-        elif now - case.shown > self.timings.stack_dump:
-            case.over = True
-            for worker in [worker for worker in case.culprits if worker.ended is None]:
-                self._tell(worker, late, case.answers.get(worker.process.pid))
+                worker.read_stack()  # drops stacks that were written before
+                if worker.has_reported("shows"):
+                    os.kill(worker.process.pid, commands.STACK_SIGNAL)
+        elif now - case.stacks_asked_at > self.timings.stack_dump:
+            case.is_over = True
+            for worker in [worker for worker in case.culprits if worker.ended_at is None]:
+                self._name_late_worker(worker, late, case.answers.get(worker.process.pid))
                 if ends:
                     self.say(f"paceline: rank {worker.rank} is given up, and ended")
                     # Not by `send_signal`: a worker that is sent a signal doesn't count as failed.
                     os.kill(worker.process.pid, signal.SIGKILL)
 
-    def _tell(self, worker: WorkerProcess, late: LateCall, answer: _Whereabouts | None) -> None:
+    def _name_late_worker(
+        self, worker: WorkerProcess, late: LateCall, answer: _Whereabouts | None
+    ) -> None:
         """Name a worker and show its stack, unless it was named after the same call before."""
-        place = (worker.process.pid, late.call if answer is None else answer.done)
-        if place in self._told:
+        place = (worker.process.pid, late.call if answer is None else answer.ended_calls)
+        if place in self._named:
             return
-        self._told.add(place)
+        self._named.add(place)
         pid = worker.process.pid
         whereabouts = (
-            _STATES.get(janitor.state(pid), _SILENT).format(pid=pid)
+            _REASON_BY_STATE.get(janitor.read_state(pid), _UNKNOWN_REASON).format(pid=pid)
             if answer is None
-            else answer.line()
+            else answer.describe_place()
         )
-        lines = _ends(worker.stack())
+        lines = _shorten_stack(worker.read_stack())
         self.say(
             f"paceline: others wait for rank {worker.rank} on {self.host} ({late.what}): "
             f"{whereabouts}{'; its stack:' if lines else ''}"
@@ -176,21 +178,23 @@ class HangSearch:
             self.say(f"paceline:   {line.strip()}")
 
 
-def _comes(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
+def _is_coming(answer: _Whereabouts | None, call: int, *, strict: bool) -> bool:
     """Whether a worker is past this call, or in it.
 
     A worker that waits for others in an earlier call also counts as coming, unless `strict`.
     """
     if answer is None:
         return False
-    return answer.done > call or (answer.waits and (answer.done == call or not strict))
+    return answer.ended_calls > call or (
+        answer.is_waiting and (answer.ended_calls == call or not strict)
+    )
 
 
-def _ends(stack: str) -> list[str]:
+def _shorten_stack(stack: str) -> list[str]:
     """Lines of a stack, without the middle if it is long."""
     lines = [line for line in stack.splitlines()[1:] if "<frozen importlib" not in line]
     return (
         lines
-        if len(lines) <= _INNERMOST + _OUTERMOST
-        else [*lines[:_INNERMOST], "...", *lines[-_OUTERMOST:]]
+        if len(lines) <= _INNERMOST_LINES + _OUTERMOST_LINES
+        else [*lines[:_INNERMOST_LINES], "...", *lines[-_OUTERMOST_LINES:]]
     )

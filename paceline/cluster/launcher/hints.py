@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline.errors import UsageError
-from paceline.formatting import counted
-from paceline.timings import DEFAULTS, RendezvousTimings
+from paceline.formatting import format_count
+from paceline.timings import DEFAULT_TIMINGS, RendezvousTimings
 
 # Options of `paceline run` that make a job of several workers. Behind the script they belong to the
 # script, which then runs alone.
-SEVERAL = (
+SEVERAL_WORKERS_OPTIONS = (
     "-n",
     "--workers",
     "--hosts",
@@ -37,10 +37,10 @@ SEVERAL = (
     "--report-to",
     "--shares",
 )
-_LONGEST_SCRIPT = 1 << 20  # bytes of a script that are searched
+_MOST_SCRIPT_BYTES = 1 << 20  # bytes of a script that are searched
 
 
-def misplaced(script: str, args: Sequence[str]) -> str | None:
+def hint_misplaced_options(script: str, args: Sequence[str]) -> str | None:
     """Hint that arguments of a script look like options of `paceline run`.
 
     None if there are none, or if the script has these options itself.
@@ -52,12 +52,12 @@ def misplaced(script: str, args: Sequence[str]) -> str | None:
         option = next(
             (
                 option
-                for option in SEVERAL
+                for option in SEVERAL_WORKERS_OPTIONS
                 if re.fullmatch(rf"{option}(=.*)?" if option != "-n" else r"-n\d*", argument)
             ),
             None,
         )
-        if option is None or _mentions(Path(script), option):
+        if option is None or _mentions_option(Path(script), option):
             continue
         option_text = shlex.join(
             [argument, *args[index + 1 : index + 2]] if argument == option else [argument]
@@ -70,27 +70,27 @@ def misplaced(script: str, args: Sequence[str]) -> str | None:
     return None
 
 
-def _mentions(script: Path, option: str) -> bool:
+def _mentions_option(script: Path, option: str) -> bool:
     """Whether a script has this option in quotes."""
     try:
         with script.open("rb") as file:
             return (
-                re.search(rb"""['"]%s['"]""" % option.encode(), file.read(_LONGEST_SCRIPT))
+                re.search(rb"""['"]%s['"]""" % option.encode(), file.read(_MOST_SCRIPT_BYTES))
                 is not None
             )
     except OSError:
         return False
 
 
-def starting(script: str, workers: int, join: str | None) -> str:
+def describe_start(script: str, workers: int, join: str | None) -> str:
     """Message that the job starts. Its first output may take a while."""
     return (
-        f"starting {counted(workers, 'worker')} of "
+        f"starting {format_count(workers, 'worker')} of "
         f"{Path(script).name}{'' if join is None else f', with those of other hosts by {join}'}"
     )
 
 
-def joined(workers: Sequence[int], ranks: Sequence[int]) -> str:
+def describe_meeting(workers: Sequence[int], ranks: Sequence[int]) -> str:
     """Message that the hosts have met.
 
     Args:
@@ -99,12 +99,13 @@ def joined(workers: Sequence[int], ranks: Sequence[int]) -> str:
     """
     ranks_here = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     return (
-        f"joined {counted(len(workers) - 1, 'other host')}: {counted(sum(workers), 'worker')} in "
+        f"joined {format_count(len(workers) - 1, 'other host')}: "
+        f"{format_count(sum(workers), 'worker')} in "
         f"all, {ranks_here} of them here"
     )
 
 
-def leftover(script: str, args: Sequence[str]) -> str:
+def hint_python_script(script: str, args: Sequence[str]) -> str:
     """Hint if a script that doesn't exist is Python itself, as in `python train.py`; else ""."""
     if not args or re.fullmatch(r"(.*/)?python[\d.]*", script) is None:
         return ""
@@ -114,7 +115,7 @@ def leftover(script: str, args: Sequence[str]) -> str:
     )
 
 
-def crowded(workers: int, cores: int, host: str) -> str | None:
+def hint_crowded_host(workers: int, cores: int, host: str) -> str | None:
     """Hint that a host has more workers than cores; None if it hasn't."""
     if workers <= cores:
         return None
@@ -125,7 +126,7 @@ def crowded(workers: int, cores: int, host: str) -> str | None:
     )
 
 
-def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str:
+def write_command_line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str:
     """Write the command of a job. Options that are None have their defaults, and are left out."""
     option_words = [
         word
@@ -136,7 +137,7 @@ def line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str
     return shlex.join(["paceline", "run", *option_words, script, *args])
 
 
-def no_terminal(*args: object, **named: object) -> NoReturn:
+def refuse_breakpoint(*args: object, **named: object) -> NoReturn:
     """Raise an error in place of `breakpoint()`, which calls this in workers."""
     raise UsageError(
         "breakpoint() needs a terminal, and workers have none: run the script alone, `python ...`, "
@@ -150,14 +151,14 @@ class WaitReminder:
     """Reminds the user of a wait: the first time after a second, and then now and then."""
 
     def __init__(
-        self, say: Callable[[str], None], *, timings: RendezvousTimings = DEFAULTS.rendezvous
+        self, say: Callable[[str], None], *, timings: RendezvousTimings = DEFAULT_TIMINGS.rendezvous
     ) -> None:
-        self._say, self._pause = say, timings.next_reminder
-        self._next = time.monotonic() + timings.reminder
+        self._say, self._pause_seconds = say, timings.next_reminder
+        self._next_at = time.monotonic() + timings.reminder
 
-    def turn(self, text: Callable[[], str]) -> None:
+    def remind_if_due(self, text: Callable[[], str]) -> None:
         """Show the text if it is time. Call this often."""
         now = time.monotonic()
-        if now >= self._next:
-            self._next = now + self._pause
+        if now >= self._next_at:
+            self._next_at = now + self._pause_seconds
             self._say(text())

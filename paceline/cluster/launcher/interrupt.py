@@ -17,16 +17,16 @@ from typing import Final
 
 from paceline.cluster.hosts.peers import Failure
 from paceline.cluster.hosts.restart_messages import JobStopped
-from paceline.cluster.launcher.last_words import error_lines
+from paceline.cluster.launcher.last_words import extract_error_lines
 from paceline.cluster.launcher.worker import WorkerProcess
-from paceline.formatting import counted
+from paceline.formatting import format_count
 
-_CHECKPOINTS, _LIVE = "checkpoints", "live.json"  # in the folder of a run
-_SURVIVAL: Final = (
+_CHECKPOINT_FOLDER, _LIVE_FILE = "checkpoints", "live.json"  # in the folder of a run
+_SURVIVAL_ADVICE: Final = (
     "--restarts N would start all again from a checkpoint, --min-workers N has the others go on "
     "without a lost one"
 )
-_LONGEST: Final = 300  # characters of the reason of a failure
+_MOST_REASON_CHARACTERS: Final = 300  # characters of the reason of a failure
 
 
 class JobEnd:
@@ -37,11 +37,11 @@ class JobEnd:
         self._signum: int | None = None
         self._folder: Path | None = None
 
-    def follow(self, folder: Path) -> None:
+    def note_folder(self, folder: Path) -> None:
         """Note the folder of the run, which one of the workers writes."""
         self._folder = folder
 
-    def ask(self, signum: int) -> None:
+    def note_signal(self, signum: int) -> None:
         """Note that this signal asks the job to end.
 
         From now on the workers' tracebacks of the interrupt are left out of their output.
@@ -51,42 +51,43 @@ class JobEnd:
             worker.streams[1].hush_interrupts()
 
     @property
-    def line(self) -> str | None:
+    def last_line(self) -> str | None:
         """Last line of the launcher; None if no end was asked for, or if its output is closed."""
         if self._signum is None or self._signum == signal.SIGPIPE:
             return None
-        cause = words(self._signum)
+        cause = describe_signal(self._signum)
         if not self._workers:
             return f"paceline: {cause} before its workers started"
         # The line tells how many workers didn't end by themselves.
-        killed = sum(signal.SIGKILL in worker.was_sent for worker in self._workers)
+        killed = sum(signal.SIGKILL in worker.sent_signals for worker in self._workers)
         by_force = f" ({killed} by SIGKILL)" if killed else ""
-        ended_workers = f"{counted(len(self._workers), 'worker')} ended{by_force}"
-        return (
-            f"paceline: {cause}: "
-            f"{ended_workers}{'' if self._folder is None else f'; {_where(self._folder)}'}"
-        )
+        ended_workers = f"{format_count(len(self._workers), 'worker')} ended{by_force}"
+        folder = "" if self._folder is None else f"; {_describe_folder(self._folder)}"
+        return f"paceline: {cause}: {ended_workers}{folder}"
 
-    def left(self, failure: Failure, *, alone: bool) -> str:
+    def note_failure(self, failure: Failure, *, alone: bool) -> str:
         """Describe what is left after this failure, and note the failure in the run's folder.
 
         `alone`: the job has no option by which it would survive a lost worker.
         """
         if self._folder is None:
             return ""
-        errors = error_lines(failure.tail)
-        summary = failure.line().removeprefix("paceline: ")
-        _note(
+        errors = extract_error_lines(failure.tail)
+        summary = failure.summary_line().removeprefix("paceline: ")
+        _note_reason(
             self._folder,
             f"rank {failure.rank} on {failure.host}: {errors[0]}" if errors else summary,
         )
         return "; ".join(
-            [_where(self._folder), *([_SURVIVAL] if alone and failure.code > 128 else [])]
+            [
+                _describe_folder(self._folder),
+                *([_SURVIVAL_ADVICE] if alone and failure.code > 128 else []),
+            ]
         )
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
+def raise_on_signals() -> Iterator[None]:
     """Let signals that ask for the end of the job raise `JobStopped`.
 
     It is used while there is no supervisor to handle signals. The error makes this launcher tell
@@ -107,7 +108,7 @@ def stoppable() -> Iterator[None]:
             signal.signal(signum, old_handler)
 
 
-def words(signum: int) -> str:
+def describe_signal(signum: int) -> str:
     """The signal by which a job was asked to end, in words."""
     return (
         "interrupted"
@@ -116,10 +117,10 @@ def words(signum: int) -> str:
     )
 
 
-def _where(folder: Path) -> str:
+def _describe_folder(folder: Path) -> str:
     """Describe where the run is, and how to go on from there."""
     shortened = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    has_checkpoint = any((folder / _CHECKPOINTS).glob("step-*"))
+    has_checkpoint = any((folder / _CHECKPOINT_FOLDER).glob("step-*"))
     return f"the run is in {shortened}" + (
         f', and run.resume("{shortened}") goes on from its newest checkpoint'
         if has_checkpoint
@@ -127,17 +128,17 @@ def _where(folder: Path) -> str:
     )
 
 
-def _note(folder: Path, reason: str) -> None:
+def _note_reason(folder: Path, reason: str) -> None:
     """Write the reason of a failure into the run's folder.
 
     The worker that writes there may have been killed, or may know only that another worker is gone.
     """
-    path = folder / _LIVE
+    path = folder / _LIVE_FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        content["live"] |= {"state": "failed", "why": reason[:_LONGEST]}
+        content["live"] |= {"state": "failed", "why": reason[:_MOST_REASON_CHARACTERS]}
         # Readers see the old file or the new one, never a part.
-        temporary = path.with_name(f".{_LIVE}.{os.getpid()}")
+        temporary = path.with_name(f".{_LIVE_FILE}.{os.getpid()}")
         with temporary.open("x", encoding="utf-8") as file:
             file.write(json.dumps(content) + "\n")
         temporary.replace(path)

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Callable
 
-from paceline.cluster.launcher.worker import preparation
+from paceline.cluster.launcher.worker import make_preparation
 from paceline.errors import PacelineError
 
 
@@ -21,20 +21,20 @@ class AttemptFailed(PacelineError):
         self.kind = kind
 
 
-def attempt(do: Callable[[], object]) -> None:
+def attempt_in_copy(do: Callable[[], object]) -> None:
     """Call `do` in a copy of this process, which must have one thread only.
 
     Raises `AttemptFailed` if `do` raises an error of paceline.
     """
     reader, writer = os.pipe()
-    prepare = preparation(os.getpid())
+    prepare = make_preparation(os.getpid())
     process = os.fork()
     if process == 0:
         try:
             os.close(reader)
             if prepare is not None:
                 prepare()
-            _tell(writer, do)
+            _write_error(writer, do)
         finally:
             # In any case the copy must end here, and never go on as this process would.
             os._exit(0)
@@ -48,7 +48,7 @@ def attempt(do: Callable[[], object]) -> None:
         raise AttemptFailed(*json.loads(reply))
 
 
-def _tell(writer: int, do: Callable[[], object]) -> None:
+def _write_error(writer: int, do: Callable[[], object]) -> None:
     """Call `do`, and write its error to the pipe."""
     try:
         do()

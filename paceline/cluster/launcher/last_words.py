@@ -22,26 +22,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-TRACEBACK: Final = "Traceback (most recent call last):"
-CHAINED: Final = (
+TRACEBACK_LINE: Final = "Traceback (most recent call last):"
+CHAINED_PREFIXES: Final = (
     "During handling of the above exception",
     "The above exception was the direct cause",
 )
-_GROUP: Final = "  + Exception Group Traceback (most recent call last):"
+_GROUP_TRACEBACK_LINE: Final = "  + Exception Group Traceback (most recent call last):"
 # A line inside an exception group, and the last line of the last group in it
-_GROUP_LINE, _GROUP_END = "  | ", re.compile(r" {4,}\+-{36}$")
+_GROUP_PREFIX, _GROUP_END_PATTERN = "  | ", re.compile(r" {4,}\+-{36}$")
 # Name of an error, behind that of its module
-_ERROR: Final = re.compile(r"(?:  \| )?(?:[\w.<>]+\.)?(\w+)(?::|$)")
+_ERROR_PATTERN: Final = re.compile(r"(?:  \| )?(?:[\w.<>]+\.)?(\w+)(?::|$)")
 # Line before the traceback of an error that didn't end the process
-_ASIDE: Final = re.compile(
+_ASIDE_PATTERN: Final = re.compile(
     r"Exception ignored |Exception in thread |Error in atexit|Process \S+:$|--- Logging "
     r"error|(future|task|handle): <"
 )
-_SHOWN: Final = 20  # lines shown if there is no traceback, or if it came long before the end
+_MOST_LINES: Final = 20  # lines shown if there is no traceback, or if it came long before the end
 
 
 @dataclass(frozen=True)
-class _Report:
+class _ErrorReport:
     """The report of one error and of the errors that led to it: one or more chained tracebacks.
 
     Args:
@@ -54,10 +54,10 @@ class _Report:
     start: int
     error: int
     kinds: tuple[str, ...]
-    aside: bool
+    is_aside: bool
 
 
-def last_words(tail: str, kind: str | None = None, more: int | None = None) -> str:
+def extract_last_words(tail: str, kind: str | None = None, more: int | None = None) -> str:
     """Find the traceback of the error that ended a worker, without the lines written after it.
 
     Args:
@@ -69,10 +69,12 @@ def last_words(tail: str, kind: str | None = None, more: int | None = None) -> s
         The traceback; or the last 20 lines if none is found.
     """
     lines = tail.splitlines()
-    reports = [*_reports(lines)]
+    reports = [*_find_reports(lines)]
     starts = [report.start for report in reports] + [len(lines)]
     ended = [
-        index for index, report in enumerate(reports) if kind in report.kinds and not report.aside
+        index
+        for index, report in enumerate(reports)
+        if kind in report.kinds and not report.is_aside
     ]
     if ended:
         report, end = reports[ended[-1]], starts[ended[-1] + 1]
@@ -81,48 +83,48 @@ def last_words(tail: str, kind: str | None = None, more: int | None = None) -> s
         return "\n".join(lines[report.start : end]).rstrip()
     # The name of the error is unknown or doesn't appear. The last traceback is the best guess,
     # unless much was written after it.
-    guessed = [index for index, report in enumerate(reports) if not report.aside]
-    if guessed and starts[guessed[-1] + 1] - reports[guessed[-1]].error <= _SHOWN:
+    guessed = [index for index, report in enumerate(reports) if not report.is_aside]
+    if guessed and starts[guessed[-1] + 1] - reports[guessed[-1]].error <= _MOST_LINES:
         return "\n".join(lines[reports[guessed[-1]].start : starts[guessed[-1] + 1]]).rstrip()
-    return "\n".join(lines[-_SHOWN:])
+    return "\n".join(lines[-_MOST_LINES:])
 
 
-def error_lines(words: str) -> list[str]:
+def extract_error_lines(words: str) -> list[str]:
     """Lines of last words that name the error, with its message; none without a traceback."""
     lines = words.splitlines()
-    reports = [*_reports(lines)]
+    reports = [*_find_reports(lines)]
     return lines[reports[-1].error :] if reports else []
 
 
-def _reports(lines: Sequence[str]) -> Iterator[_Report]:
+def _find_reports(lines: Sequence[str]) -> Iterator[_ErrorReport]:
     """Find the reports of errors, in order."""
-    open_report: _Report | None = None
+    open_report: _ErrorReport | None = None
     index = 0
     while index < len(lines):
-        if not lines[index].startswith((TRACEBACK, _GROUP, _GROUP_LINE)):
+        if not lines[index].startswith((TRACEBACK_LINE, _GROUP_TRACEBACK_LINE, _GROUP_PREFIX)):
             index += 1
             continue
-        start, error, end = index, *_traceback(lines, index)
-        error_name = _ERROR.match(lines[error]) if error < len(lines) else None
+        start, error, end = index, *_find_traceback_end(lines, index)
+        error_name = _ERROR_PATTERN.match(lines[error]) if error < len(lines) else None
         kinds = () if error_name is None else (error_name[1],)
         # A traceback that is chained to the one before belongs to the same report.
         if open_report is not None and any(
-            line.startswith(CHAINED) for line in lines[open_report.error + 1 : start]
+            line.startswith(CHAINED_PREFIXES) for line in lines[open_report.error + 1 : start]
         ):
-            open_report = _Report(
-                open_report.start, end, (*open_report.kinds, *kinds), open_report.aside
+            open_report = _ErrorReport(
+                open_report.start, end, (*open_report.kinds, *kinds), open_report.is_aside
             )
         else:
             if open_report is not None:
                 yield open_report
-            aside = start > 0 and _ASIDE.match(lines[start - 1]) is not None
-            open_report = _Report(start - aside, end, kinds, aside)
+            aside = start > 0 and _ASIDE_PATTERN.match(lines[start - 1]) is not None
+            open_report = _ErrorReport(start - aside, end, kinds, aside)
         index = end + 1
     if open_report is not None:
         yield open_report
 
 
-def _traceback(lines: Sequence[str], start: int) -> tuple[int, int]:
+def _find_traceback_end(lines: Sequence[str], start: int) -> tuple[int, int]:
     """Find the end of the traceback that starts at this line.
 
     Returns:
@@ -130,12 +132,12 @@ def _traceback(lines: Sequence[str], start: int) -> tuple[int, int]:
     """
     # In an exception group all lines are indented. The first line with text directly behind the
     # "  | " names the error.
-    if not lines[start].startswith(TRACEBACK):
+    if not lines[start].startswith(TRACEBACK_LINE):
         stop = next(
             (
                 index
                 for index in range(start + 1, len(lines))
-                if lines[index].startswith((TRACEBACK, _GROUP))
+                if lines[index].startswith((TRACEBACK_LINE, _GROUP_TRACEBACK_LINE))
             ),
             len(lines),
         )
@@ -143,7 +145,7 @@ def _traceback(lines: Sequence[str], start: int) -> tuple[int, int]:
             (index for index in range(start, stop) if re.match(r"  \| \S", lines[index])), stop
         )
         return error, max(
-            (index for index in range(error, stop) if _GROUP_END.match(lines[index])),
+            (index for index in range(error, stop) if _GROUP_END_PATTERN.match(lines[index])),
             default=stop - 1,
         )
     error = next(

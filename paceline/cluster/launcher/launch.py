@@ -24,15 +24,21 @@ from pathlib import Path
 
 from paceline.cluster import machine, network, secret
 from paceline.cluster.control import calls, commands, progress
-from paceline.cluster.control.progress import Page
-from paceline.cluster.discover import CallPlace, environment, job_start, seconds, timings
+from paceline.cluster.control.progress import ProgressPage
+from paceline.cluster.discover import (
+    CallPlace,
+    copy_environment,
+    parse_seconds,
+    read_job_start,
+    read_timings,
+)
 from paceline.cluster.hosts.admission import MeetingPoint, Point
 from paceline.cluster.hosts.channel import Channel
-from paceline.cluster.hosts.elastic import ElasticPeers, connect_all, enter
+from paceline.cluster.hosts.elastic import ElasticPeers, connect_all_launchers, connect_joining_host
 from paceline.cluster.hosts.fixed import FixedPeers
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
-from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble, seek
+from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble_hosts, seek_admission
 from paceline.cluster.hosts.restart_messages import JobStopped, Links
 from paceline.cluster.launcher import bar, hints, interrupt
 from paceline.cluster.launcher.replacement import Replacement
@@ -40,30 +46,30 @@ from paceline.cluster.launcher.request import (
     PLACEMENTS,
     QUIET,
     LaunchRequest,
-    check,
-    deal,
-    meeting_point,
+    check_request,
+    deal_ranks,
+    parse_meeting_point,
 )
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.supervisor import RunWatcher, Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.errors import PacelineError
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.timings import Timings
 
 # A host that joins later has no ranks yet. Until then it calls its workers
 # `host * _LATER_RANK_STEP + local rank`.
-_LATER = 1000
+_LATER_RANK_STEP = 1000
 # Options that must be the same on all hosts.
-_ALIKE = (
+_SHARED_OPTIONS = (
     *("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "shares", "placement"),
     *("min_workers", "servers", "straggler", "cluster", "report_to", "backend", "name"),
 )
 # Open files of any process of a job. Each worker of the job adds more, those of its host most.
-_DESCRIPTORS = 64
-USAGE = 2  # exit code for a wrong request
+_BASE_DESCRIPTORS = 64
+USAGE_EXIT_CODE = 2  # exit code for a wrong request
 # Beginnings of the variables that belong to another launcher, or that are made anew for each worker
-_NOT_INHERITED = (
+_NOT_INHERITED_PREFIXES = (
     "TORCHELASTIC_",
     "PACELINE_SECRET",
     "PACELINE_STORE",
@@ -80,7 +86,7 @@ _NOT_INHERITED = (
 )
 
 
-def run(
+def run_job(
     job: LaunchRequest, environ: Mapping[str, str] | None = None, watcher: RunWatcher | None = None
 ) -> int:
     """Run the workers of this host until all have ended, and return the exit code of the job.
@@ -97,64 +103,66 @@ def run(
         one line); 128+n if the job was ended by signal n; else the exit code of the worker that
         failed first.
     """
-    surroundings = environment() if environ is None else dict(environ)
+    surroundings = copy_environment() if environ is None else dict(environ)
     # All starts of the job have the same mark, so that a later one removes what earlier ones left.
     surroundings["PACELINE_JOB"] = random.token_hex(16)
     try:
-        check(job)
-        machine.allow_descriptors(_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts)
+        check_request(job)
+        machine.raise_descriptor_limit(
+            _BASE_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts
+        )
         if job.workers == job.hosts == 1:
-            _say(hints.misplaced(job.script, job.args))
+            _print_message(hints.hint_misplaced_options(job.script, job.args))
         if job.restarts and job.min_workers is None:
-            return _work_again(
+            return _run_restartable_job(
                 job,
                 surroundings,
                 JobRestarts(job.restarts, patience=job.patience if job.hosts > 1 else 0.0),
                 watcher,
             )
-        code, elastic_points, ranks = _work(job, surroundings, watcher)
+        code, elastic_points, ranks = _take_part_in_job(job, surroundings, watcher)
         # This host was cut off, and the other hosts go on without it: it tries to come back.
         while elastic_points:
-            _say(f"looks for the other hosts for {job.patience:g} s, to take part again")
+            _print_message(f"looks for the other hosts for {job.patience:g} s, to take part again")
             try:
-                code, elastic_points, ranks = _work(
+                code, elastic_points, ranks = _take_part_in_job(
                     job, surroundings, watcher, elastic_points, ranks
                 )
             except PacelineError as error:
-                _say(str(error))
+                _print_message(str(error))
                 return code
         return code
     except PacelineError as error:
-        _say(str(error))
-        return USAGE
+        _print_message(str(error))
+        return USAGE_EXIT_CODE
     except JobStopped as job_stopped:
-        _say(
-            f"{interrupt.words(job_stopped.number)} before its workers started"
-            if job_stopped.here
+        _print_message(
+            f"{interrupt.describe_signal(job_stopped.signum)} before its workers started"
+            if job_stopped.is_here
             else str(job_stopped)
         )
-        return 128 + job_stopped.number
+        return 128 + job_stopped.signum
     except KeyboardInterrupt:
-        _say(interrupt.words(signal.SIGINT))
+        _print_message(interrupt.describe_signal(signal.SIGINT))
         return 128 + signal.SIGINT
 
 
-def _say(text: str | None) -> None:
+def _print_message(text: str | None) -> None:
     if text is not None:
         print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
-def _tell(job: LaunchRequest, text: str) -> None:
+def _print_unless_quiet(job: LaunchRequest, text: str) -> None:
     """Print a message about progress, unless the launcher is to be quiet."""
-    if not job.quiet:
-        _say(text)
+    if not job.is_quiet:
+        _print_message(text)
 
 
-def _finished(job: LaunchRequest) -> str:
-    return "" if job.quiet else f"{counted(job.workers, 'worker')} ended well"
+def _make_success_message(job: LaunchRequest) -> str:
+    return "" if job.is_quiet else f"{format_count(job.workers, 'worker')} ended well"
 
 
-def _work_again(
+def _run_restartable_job(
     job: LaunchRequest,
     surroundings: dict[str, str],
     restarts: JobRestarts,
@@ -162,24 +170,24 @@ def _work_again(
 ) -> int:
     """Take part in each start of a job that restarts as a whole, and return its exit code."""
     code, links = 0, None
-    with interrupt.stoppable():
+    with interrupt.raise_on_signals():
         while True:
             try:
-                code, links = _start(job, surroundings, restarts, links, watcher)
+                code, links = _run_one_start(job, surroundings, restarts, links, watcher)
             except PacelineError as error:
-                if not restarts.start.events:
+                if not restarts.present_start.events:
                     raise
-                _say(str(error))
+                _print_message(str(error))
                 return code
             except JobStopped as stop:
                 if links is not None:
-                    links.stop(stop, timings(surroundings).channel.flush)
+                    links.stop_job(stop, read_timings(surroundings).channel.flush)
                 raise
-            if not restarts.take():
+            if not restarts.take_due():
                 return code
 
 
-def _start(
+def _run_one_start(
     job: LaunchRequest,
     surroundings: dict[str, str],
     restarts: JobRestarts,
@@ -199,31 +207,31 @@ def _start(
         The exit code, and the connections to the other launchers if the job starts again.
     """
     with ExitStack() as until_start_ends, ExitStack() as until_workers_start:
-        resources = _bring(job, surroundings, until_start_ends, until_workers_start)
-        peers = _meet_again(job, surroundings, resources, restarts, links)
-        restarts.begin(peers)
-        surroundings["PACELINE_JOB_START"] = restarts.start.dump()
-        worker_commands = _first_parts(job, surroundings, resources, peers).tasks
+        resources = _reserve_resources(job, surroundings, until_start_ends, until_workers_start)
+        peers = _meet_for_start(job, surroundings, resources, restarts, links)
+        restarts.begin_start(peers)
+        surroundings["PACELINE_JOB_START"] = restarts.present_start.dump()
+        worker_commands = _make_first_parts(job, surroundings, resources, peers).worker_commands
         supervisor = Supervisor(
             *(resources.offer.name, surroundings["PACELINE_JOB"], peers),
-            shown=bar.screens(surroundings, bare=job.bare),
-            told=calls.judge(job.call),
+            shown=bar.make_screens(surroundings, bare=job.bare),
+            told=calls.make_verdict_sender(job.call),
             restarts=restarts,
             watcher=watcher,
-            finished=_finished(job),
+            finished=_make_success_message(job),
             timings=resources.timings,
         )
-        code = supervisor.run(worker_commands, started=until_workers_start.close)
-        remaining_links = peers.links()
+        code = supervisor.run_workers(worker_commands, started=until_workers_start.close)
+        remaining_links = peers.hand_over_links()
         # The end was asked for after the workers had ended: the others must not start again.
-        if remaining_links is not None and remaining_links.channels and not restarts.due:
-            remaining_links.stop(
+        if remaining_links is not None and remaining_links.channels and not restarts.is_due:
+            remaining_links.stop_job(
                 JobStopped(code - 128, resources.offer.name), resources.timings.channel.linger
             )
         return code, remaining_links
 
 
-def _work(
+def _take_part_in_job(
     job: LaunchRequest,
     surroundings: dict[str, str],
     watcher: RunWatcher | None,
@@ -245,43 +253,45 @@ def _work(
     """
     surroundings["PACELINE_JOB_START"] = ""
     with ExitStack() as until_job_ends, ExitStack() as until_workers_start:
-        with interrupt.stoppable():
-            resources = _bring(job, surroundings, until_job_ends, until_workers_start)
-            parts = _prepare(job, surroundings, resources, points, ranks)
+        with interrupt.raise_on_signals():
+            resources = _reserve_resources(job, surroundings, until_job_ends, until_workers_start)
+            parts = _prepare_workers(job, surroundings, resources, points, ranks)
         elastic_peers = parts.peers if isinstance(parts.peers, ElasticPeers) else None
         make_replacement = None
         if elastic_peers is not None:
-            make_replacement = partial(_mending, job, elastic_peers, parts.again, resources.timings)
+            make_replacement = partial(
+                _make_replacement, job, elastic_peers, parts.make_worker, resources.timings
+            )
         supervisor = Supervisor(
             *(parts.host, surroundings["PACELINE_JOB"], parts.peers, make_replacement),
-            shown=bar.screens(surroundings, bare=job.bare),
-            told=calls.judge(job.call),
+            shown=bar.make_screens(surroundings, bare=job.bare),
+            told=calls.make_verdict_sender(job.call),
             watcher=watcher,
-            finished=_finished(job),
+            finished=_make_success_message(job),
             timings=resources.timings,
         )
         # The launcher closes its copies of what workers inherit as soon as all have started.
-        code = supervisor.run(parts.tasks, started=until_workers_start.close)
-        own_ranks = [task.rank for task in parts.tasks]
+        code = supervisor.run_workers(parts.worker_commands, started=until_workers_start.close)
+        own_ranks = [task.rank for task in parts.worker_commands]
         # A host that was cut off tries to come back, unless somebody asked it to end.
-        if elastic_peers is None or not elastic_peers.cut_off or supervisor.asked:
+        if elastic_peers is None or not elastic_peers.is_cut_off or supervisor.is_asked_to_end:
             return code, [], own_ranks
-        return code, elastic_peers.points if job.patience > 0 else [], own_ranks
+        return code, elastic_peers.launcher_points if job.patience > 0 else [], own_ranks
 
 
-def _mending(
+def _make_replacement(
     job: LaunchRequest,
     elastic_peers: ElasticPeers,
-    make_worker: Again,
+    make_worker: MakeWorker,
     timings: Timings,
     supervisor: Supervisor,
 ) -> Replacement:
     """Make the replacement of workers that die. It starts new ones under `supervisor`."""
 
     def start_replacement(rank: int) -> None:
-        assert elastic_peers.run is not None
-        with make_worker(elastic_peers.run, rank) as worker_command:
-            supervisor.begin(worker_command)
+        assert elastic_peers.run_facts is not None
+        with make_worker(elastic_peers.run_facts, rank) as worker_command:
+            supervisor.start_worker(worker_command)
 
     assert job.min_workers is not None
     return Replacement(
@@ -290,23 +300,23 @@ def _mending(
         job.restarts,
         job.patience,
         start_replacement,
-        supervisor.say,
+        supervisor.show_line,
         timings=timings.replacement,
     )
 
 
-def shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
+def get_shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
     """Get the job's secret: from the file, from PACELINE_SECRET, or, on one host, a new one.
 
     Raises `SecretError` if several hosts need one, and none is given.
     """
     if job.secret_file is not None:
-        return secret.read(job.secret_file)
+        return secret.read_secret(job.secret_file)
     if environ.get("PACELINE_SECRET"):
-        return secret.parse(environ["PACELINE_SECRET"], "PACELINE_SECRET")
+        return secret.parse_secret(environ["PACELINE_SECRET"], "PACELINE_SECRET")
     if job.join is None:
-        return secret.fresh()
-    raise secret.missing(
+        return secret.make_secret()
+    raise secret.make_secret_error(
         f"a job of {job.hosts} hosts needs a secret that they share"
         if job.hosts > 1
         else "--join needs a secret that hosts share"
@@ -315,72 +325,84 @@ def shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
 
 # Makes another worker of a run: from the facts of the run (JSON) and a rank. While the context is
 # open, this process holds what the worker inherits.
-Again = Callable[[str, int], AbstractContextManager[WorkerCommand]]
+MakeWorker = Callable[[str, int], AbstractContextManager[WorkerCommand]]
 
 
 @dataclass(frozen=True)
 class _LauncherParts:
     """What a launcher needs to start its workers."""
 
-    tasks: list[WorkerCommand]
+    worker_commands: list[WorkerCommand]
     peers: Peers
     host: str
-    again: Again
+    make_worker: MakeWorker
 
 
 @dataclass(frozen=True)
-class _HostOffer:
+class _HostResources:
     """What this host brings to the job: its secret, addresses, sockets and timings."""
 
-    key: bytes
+    secret: bytes
     offer: Offer
-    stores: list[socket.socket]  # on which workers serve their stores
-    agent: socket.socket | None  # on which the launcher is called, if losses are survived
-    progress: str | None  # the folder of the workers' progress pages, if they are observed
+    store_listeners: list[socket.socket]  # on which workers serve their stores
+    agent_listener: socket.socket | None  # on which the launcher is called, if losses are survived
+    progress_folder: str | None  # the folder of the workers' progress pages, if they are observed
     timings: Timings
-    held: ExitStack  # closed when the job is over on this host
-    inherited: ExitStack  # closed when the workers have started, which have inherited it
+    until_job_ends: ExitStack  # closed when the job is over on this host
+    until_workers_start: ExitStack  # closed when the workers have started, which have inherited it
 
 
-def _bring(
+def _reserve_resources(
     job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack
-) -> _HostOffer:
+) -> _HostResources:
     """Get the job's secret, choose this host's address, and open the sockets for its ports.
 
     `held` is closed when the job is over on this host, `inherited` when its workers have started.
     """
-    key = shared_secret(job, environ)
-    _tell(job, hints.starting(job.script, job.workers, job.join))
+    key = get_shared_secret(job, environ)
+    _print_unless_quiet(job, hints.describe_start(job.script, job.workers, job.join))
     interface = environ.get("PACELINE_INTERFACE")
-    address = "127.0.0.1" if interface is None else network.override(interface)
+    address = "127.0.0.1" if interface is None else network.resolve_interface(interface)
     if job.join is not None and interface is None:
-        address = network.route(network.resolve(meeting_point(job.join)[0])[0])
+        address = network.find_local_address(
+            network.resolve_host(parse_meeting_point(job.join)[0])[0]
+        )
     survives = job.min_workers is not None
     # If losses are survived, any worker may have to serve the store of a later view.
     stores = [
-        inherited.enter_context(network.listen(address))
+        inherited.enter_context(network.open_listener(address))
         for _ in range(job.workers if survives else 1)
     ]
     worker_numbers = (
-        tuple(commands.named(random.randbits(32), store.getsockname()[1]) for store in stores)
+        tuple(
+            commands.make_worker_number(random.randbits(32), store.getsockname()[1])
+            for store in stores
+        )
         if survives
         else ()
     )
     # torch binds this port later. Until the job is over nothing else on this host may take it.
-    master_port_holder = held.enter_context(network.reserve(address))
+    master_port_holder = held.enter_context(network.reserve_port(address))
     ports = (stores[0].getsockname()[1], master_port_holder.getsockname()[1])
-    agent = held.enter_context(network.listen(address)) if survives else None
+    agent = held.enter_context(network.open_listener(address)) if survives else None
     agent_port = 0 if agent is None else agent.getsockname()[1]
-    own_address = (socket.gethostname(), job.workers, address, machine.fingerprint())
+    own_address = (
+        socket.gethostname(),
+        job.workers,
+        address,
+        machine.compute_machine_fingerprint(),
+    )
     offer = Offer(*own_address, *ports, job.placement, worker_numbers, agent_port)
     progress_folder = environ.get("PACELINE_PROGRESS")
-    return _HostOffer(key, offer, stores, agent, progress_folder, timings(environ), held, inherited)
+    return _HostResources(
+        key, offer, stores, agent, progress_folder, read_timings(environ), held, inherited
+    )
 
 
-def _prepare(
+def _prepare_workers(
     job: LaunchRequest,
     environ: dict[str, str],
-    resources: _HostOffer,
+    resources: _HostResources,
     points: Sequence[Point],
     ranks: Sequence[int],
 ) -> _LauncherParts:
@@ -388,40 +410,44 @@ def _prepare(
 
     With `points` the job already runs there, and `ranks` are those of this host's workers before.
     """
-    if resources.agent is not None:
+    if resources.agent_listener is not None:
         environ["PACELINE_MIN_WORKERS"] = str(job.min_workers)
         # torch prints a long text for each connection that ends, which is normal here.
         environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     peers: NoPeers | FixedPeers = NoPeers()
-    meeting_deadline = _deadline(job, environ)
-    join_point = None if job.join is None else meeting_point(job.join)
+    meeting_deadline = _get_meeting_deadline(job, environ)
+    join_point = None if job.join is None else parse_meeting_point(job.join)
     if join_point is not None:
         deadline = job.patience if points else meeting_deadline
-        terms = (job.hosts, job.host_rank, deadline, _line(job))
+        terms = (job.hosts, job.host_rank, deadline, _write_join_command(job))
         meeting = Meeting(
-            *(join_point, resources.key, resources.offer, *terms), timings=resources.timings
+            *(join_point, resources.secret, resources.offer, *terms), timings=resources.timings
         )
-        joined = seek(points, meeting) if points else assemble(meeting)
+        joined = seek_admission(points, meeting) if points else assemble_hosts(meeting)
         if isinstance(joined, Admission):
-            return _enter(job, environ, joined, resources, ranks)
-        resources.held.callback(joined.close)
+            return _join_running_job(job, environ, joined, resources, ranks)
+        resources.until_job_ends.callback(joined.close)
         peers = joined
-    parts = _first_parts(job, environ, resources, peers)
+    parts = _make_first_parts(job, environ, resources, peers)
     # Launchers of an elastic job leave the meeting point, and connect each with all others.
-    if resources.agent is None:
+    if resources.agent_listener is None:
         return parts
-    offers, host_rank = _seats(resources, peers)
-    call_terms = (resources.agent, resources.key, meeting_deadline)
-    channels = connect_all(offers, host_rank, *call_terms, timings=resources.timings.channel)
+    offers, host_rank = _get_offers(resources, peers)
+    call_terms = (resources.agent_listener, resources.secret, meeting_deadline)
+    channels = connect_all_launchers(
+        offers, host_rank, *call_terms, timings=resources.timings.channel
+    )
     peers.close()
-    elastic_peers = _elastic(resources, host_rank, _first_view(offers), channels, join_point)
+    elastic_peers = _make_elastic_peers(
+        resources, host_rank, _make_first_view(offers), channels, join_point
+    )
     return replace(parts, peers=elastic_peers)
 
 
-def _meet_again(
+def _meet_for_start(
     job: LaunchRequest,
     environ: Mapping[str, str],
-    resources: _HostOffer,
+    resources: _HostResources,
     restarts: JobRestarts,
     links: Links | None,
 ) -> NoPeers | FixedPeers:
@@ -432,18 +458,18 @@ def _meet_again(
     """
     if job.join is None:
         return NoPeers()
-    deadline, wished_host_rank = _deadline(job, environ), job.host_rank
+    deadline, wished_host_rank = _get_meeting_deadline(job, environ), job.host_rank
     if links is not None:
-        deadline = job.patience if links.lost else max(job.patience, deadline)
+        deadline = job.patience if links.is_host_missing else max(job.patience, deadline)
         wished_host_rank = links.host if wished_host_rank is None else wished_host_rank
-    terms = (job.hosts, wished_host_rank, deadline, _line(job))
+    terms = (job.hosts, wished_host_rank, deadline, _write_join_command(job))
     meeting = Meeting(
-        *(meeting_point(job.join), resources.key, resources.offer, *terms),
+        *(parse_meeting_point(job.join), resources.secret, resources.offer, *terms),
         timings=resources.timings,
         restarts=restarts.state,
         links=links,
     )
-    fixed_peers = assemble(meeting)
+    fixed_peers = assemble_hosts(meeting)
     assert isinstance(fixed_peers, FixedPeers), (
         "a job that survives losses takes in no host of one that doesn't"
     )
@@ -451,68 +477,73 @@ def _meet_again(
     # If this launcher is asked to end between now and its workers' start, the other hosts hear it.
     def pass_on_stop(kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, JobStopped):
-            fixed_peers.tell_stopped(error.number)
+            fixed_peers.tell_stopped(error.signum)
 
-    resources.held.callback(fixed_peers.close)
-    resources.held.push(pass_on_stop)
+    resources.until_job_ends.callback(fixed_peers.close)
+    resources.until_job_ends.push(pass_on_stop)
     return fixed_peers
 
 
-def _deadline(job: LaunchRequest, environ: Mapping[str, str]) -> float:
+def _get_meeting_deadline(job: LaunchRequest, environ: Mapping[str, str]) -> float:
     """Number of seconds for which hosts wait for each other at the meeting point."""
     return job.deadline or (
-        seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE")
+        parse_seconds(environ["PACELINE_DEADLINE"], "PACELINE_DEADLINE")
         if "PACELINE_DEADLINE" in environ
         else 30.0
     )
 
 
-def _seats(resources: _HostOffer, peers: NoPeers | FixedPeers) -> tuple[tuple[Offer, ...], int]:
+def _get_offers(
+    resources: _HostResources, peers: NoPeers | FixedPeers
+) -> tuple[tuple[Offer, ...], int]:
     """Offers of all hosts, and the number of this host among them."""
     if isinstance(peers, FixedPeers):
-        return peers.table, peers.host_rank
+        return peers.offers, peers.host_rank
     return (resources.offer,), 0
 
 
-def _first_parts(
-    job: LaunchRequest, environ: dict[str, str], resources: _HostOffer, peers: NoPeers | FixedPeers
+def _make_first_parts(
+    job: LaunchRequest,
+    environ: dict[str, str],
+    resources: _HostResources,
+    peers: NoPeers | FixedPeers,
 ) -> _LauncherParts:
     """Write the commands of the workers of this host at the start of a job."""
-    offers, host_rank = _seats(resources, peers)
-    shared_variables = _shared_variables(job, environ, offers, host_rank)
+    offers, host_rank = _get_offers(resources, peers)
+    shared_variables = _make_shared_variables(job, environ, offers, host_rank)
     worker_counts = [other.workers for other in offers]
-    ranks = deal(worker_counts, job.placement)[host_rank]
+    ranks = deal_ranks(worker_counts, job.placement)[host_rank]
     if len(offers) > 1:
-        _tell(job, hints.joined(worker_counts, ranks))
+        _print_unless_quiet(job, hints.describe_meeting(worker_counts, ranks))
     return _LauncherParts(
-        _first_tasks(job, shared_variables, resources, ranks),
+        _make_first_commands(job, shared_variables, resources, ranks),
         peers,
         resources.offer.name,
-        partial(_another, job, shared_variables, resources),
+        partial(_make_joining_worker, job, shared_variables, resources),
     )
 
 
-def _line(job: LaunchRequest) -> str:
+def _write_join_command(job: LaunchRequest) -> str:
     """Write the command that starts this job on another host.
 
     It has only the options that must be the same there, and the number of workers.
     """
-    options = {name: getattr(job, name) for name in _ALIKE}
+    options = {name: getattr(job, name) for name in _SHARED_OPTIONS}
     options["placement"] = None if job.placement == PLACEMENTS[0] else job.placement
     # With --min-workers each host has its own number of restarts, so it is left out.
     options["restarts"] = job.restarts if job.restarts and job.min_workers is None else None
-    return hints.line(job.script, job.args, options)
+    return hints.write_command_line(job.script, job.args, options)
 
 
-def _first_tasks(
+def _make_first_commands(
     job: LaunchRequest,
     shared_variables: dict[str, str],
-    resources: _HostOffer,
+    resources: _HostResources,
     ranks: Sequence[int],
 ) -> list[WorkerCommand]:
     """Make the commands of this host's workers at the start of the job."""
-    secret_fd = secret.lend(resources.key)
-    resources.inherited.callback(os.close, secret_fd)
+    secret_fd = secret.write_secret_descriptor(resources.secret)
+    resources.until_workers_start.callback(os.close, secret_fd)
     worker_commands = []
     for local_rank, rank in enumerate(ranks):
         environ = shared_variables | {
@@ -521,23 +552,27 @@ def _first_tasks(
             "PACELINE_SECRET_FD": str(secret_fd),
         }
         descriptors = [secret_fd, *(job.call or ())]
-        if rank == 0 or resources.agent is not None:
-            environ["PACELINE_STORE_FD"] = str(resources.stores[local_rank].fileno())
-            descriptors.append(resources.stores[local_rank].fileno())
-        page = _page(resources.progress, rank, shared_variables)
-        environ |= _own(job, rank, page)
-        worker_number = resources.offer.numbers[local_rank] if resources.agent is not None else None
+        if rank == 0 or resources.agent_listener is not None:
+            environ["PACELINE_STORE_FD"] = str(resources.store_listeners[local_rank].fileno())
+            descriptors.append(resources.store_listeners[local_rank].fileno())
+        page = _make_progress_page(resources.progress_folder, rank, shared_variables)
+        environ |= _make_own_variables(job, rank, page)
+        worker_number = (
+            resources.offer.numbers[local_rank] if resources.agent_listener is not None else None
+        )
         worker_commands.append(
-            WorkerCommand(rank, job.command, environ, tuple(descriptors), page, worker_number)
+            WorkerCommand(
+                rank, job.worker_command, environ, tuple(descriptors), page, worker_number
+            )
         )
     return worker_commands
 
 
-def _enter(
+def _join_running_job(
     job: LaunchRequest,
     environ: Mapping[str, str],
     admission: Admission,
-    resources: _HostOffer,
+    resources: _HostResources,
     ranks: Sequence[int],
 ) -> _LauncherParts:
     """Join a running job: the workers of this host start while those of other hosts train.
@@ -546,21 +581,28 @@ def _enter(
     """
     assert job.join is not None
     message = f"joined the job at {job.join}, which is under way: the workers of this host come in "
-    _tell(job, message + "once they have started")
-    channels = enter(admission.view, admission.host, resources.key, timings=resources.timings)
+    _print_unless_quiet(job, message + "once they have started")
+    channels = connect_joining_host(
+        admission.view, admission.host, resources.secret, timings=resources.timings
+    )
     seat = (admission.host, admission.view, channels)
-    elastic_peers = _elastic(resources, *seat, meeting_point(job.join), run=admission.run)
-    shared_variables = _shared_variables(job, environ, (resources.offer,), 0)
-    make_worker = partial(_another, job, shared_variables, resources)
-    ranks = ranks or [_LATER * admission.host + local_rank for local_rank in range(job.workers)]
+    elastic_peers = _make_elastic_peers(
+        resources, *seat, parse_meeting_point(job.join), run=admission.run
+    )
+    shared_variables = _make_shared_variables(job, environ, (resources.offer,), 0)
+    make_worker = partial(_make_joining_worker, job, shared_variables, resources)
+    ranks = ranks or [
+        _LATER_RANK_STEP * admission.host + local_rank for local_rank in range(job.workers)
+    ]
     worker_commands = [
-        resources.inherited.enter_context(make_worker(admission.run, rank)) for rank in ranks
+        resources.until_workers_start.enter_context(make_worker(admission.run, rank))
+        for rank in ranks
     ]
     return _LauncherParts(worker_commands, elastic_peers, resources.offer.name, make_worker)
 
 
-def _elastic(
-    resources: _HostOffer,
+def _make_elastic_peers(
+    resources: _HostResources,
     host: int,
     view: View,
     channels: dict[int, Channel],
@@ -569,22 +611,24 @@ def _elastic(
     run: str | None = None,
 ) -> ElasticPeers:
     """Make this launcher's part in a job that survives losses."""
-    assert resources.agent is not None
-    meeting = MeetingPoint(resources.agent, resources.key, join_point, timings=resources.timings)
+    assert resources.agent_listener is not None
+    meeting = MeetingPoint(
+        resources.agent_listener, resources.secret, join_point, timings=resources.timings
+    )
     return ElasticPeers(host, view, channels, meeting, run=run, timings=resources.timings)
 
 
-def _first_view(offers: Sequence[Offer]) -> View:
+def _make_first_view(offers: Sequence[Offer]) -> View:
     """Make the first view: all hosts, with the workers that they start."""
-    seats = [HostSeat(host, offer.numbers, offer.facts) for host, offer in enumerate(offers)]
+    seats = [HostSeat(host, offer.numbers, offer.seat_facts) for host, offer in enumerate(offers)]
     return View(1, tuple(seats), len(seats))
 
 
 @contextmanager
-def _another(
+def _make_joining_worker(
     job: LaunchRequest,
     shared_variables: Mapping[str, str],
-    resources: _HostOffer,
+    resources: _HostResources,
     run: str,
     rank: int,
 ) -> Iterator[WorkerCommand]:
@@ -595,8 +639,8 @@ def _another(
     """
     address = resources.offer.address
     with ExitStack() as inherited:
-        store = inherited.enter_context(network.listen(address))
-        secret_fd = secret.lend(resources.key)
+        store = inherited.enter_context(network.open_listener(address))
+        secret_fd = secret.write_secret_descriptor(resources.secret)
         inherited.callback(os.close, secret_fd)
         port = store.getsockname()[1]
         own_variables = {
@@ -614,16 +658,16 @@ def _another(
         }
         own_variables |= {"PACELINE_JOINING": "1", "PACELINE_RUN": run}
         environ = {**shared_variables, **own_variables}
-        page = _page(resources.progress, rank, shared_variables)
-        environ |= _own(job, rank, page)
-        worker_number = commands.named(random.randbits(32), port)
+        page = _make_progress_page(resources.progress_folder, rank, shared_variables)
+        environ |= _make_own_variables(job, rank, page)
+        worker_number = commands.make_worker_number(random.randbits(32), port)
         descriptors = (secret_fd, store.fileno(), *(job.call or ()))
         yield WorkerCommand(
-            rank, job.command, environ, descriptors, page, worker_number, joining=True
+            rank, job.worker_command, environ, descriptors, page, worker_number, is_joining=True
         )
 
 
-def _own(job: LaunchRequest, rank: int, page: Page | None) -> dict[str, str]:
+def _make_own_variables(job: LaunchRequest, rank: int, page: ProgressPage | None) -> dict[str, str]:
     """Environment variables of one worker alone: its progress page, and its place in a call."""
     variables = {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
     if job.call is not None:
@@ -631,31 +675,33 @@ def _own(job: LaunchRequest, rank: int, page: Page | None) -> dict[str, str]:
     return variables
 
 
-def _page(folder: str | None, rank: int, shared_variables: Mapping[str, str]) -> Page | None:
+def _make_progress_page(
+    folder: str | None, rank: int, shared_variables: Mapping[str, str]
+) -> ProgressPage | None:
     """Make the progress page of a worker; None if the job isn't observed."""
     if not folder:
         return None
-    page = Page(progress.path(Path(folder).absolute(), rank))
+    page = ProgressPage(progress.page_path(Path(folder).absolute(), rank))
     # OMP_NUM_THREADS may be a list, one number for each level of nested teams.
     threads = shared_variables["OMP_NUM_THREADS"].partition(",")[0]
     host_rank = int(shared_variables["GROUP_RANK"])
-    page.describe(rank, host_rank, int(threads) if threads.isdigit() else 1)
+    page.describe_worker(rank, host_rank, int(threads) if threads.isdigit() else 1)
     return page
 
 
-def _shared_variables(
+def _make_shared_variables(
     job: LaunchRequest, environ: Mapping[str, str], offers: tuple[Offer, ...], host_rank: int
 ) -> dict[str, str]:
     """Environment that all workers of this host have in common."""
     own_offer, first_offer = offers[host_rank], offers[0]
-    inherited = (name for name in environ if not name.startswith(_NOT_INHERITED))
+    inherited = (name for name in environ if not name.startswith(_NOT_INHERITED_PREFIXES))
     variables = {name: environ[name] for name in inherited}
     workers_here = sum(offer.workers for offer in offers if offer.machine == own_offer.machine)
-    start = job_start(environ)
+    start = read_job_start(environ)
     is_first_start = start is None or not start.events
     # Several launchers may run on one machine: the first of them prints the hint.
     if is_first_start and all(offer.machine != own_offer.machine for offer in offers[:host_rank]):
-        _say(hints.crowded(workers_here, machine.cores(), own_offer.name))
+        _print_message(hints.hint_crowded_host(workers_here, machine.count_cores(), own_offer.name))
     variables |= {
         "WORLD_SIZE": str(sum(offer.workers for offer in offers)),
         "LOCAL_WORLD_SIZE": str(own_offer.workers),
@@ -667,15 +713,15 @@ def _shared_variables(
     }
     if all(offer.machine == own_offer.machine for offer in offers):
         variables["PACELINE_ONE_MACHINE"] = "1"
-    if bar.is_there(environ, bare=job.bare) and job.progress != QUIET:
+    if bar.is_bar_drawn(environ, bare=job.bare) and job.progress != QUIET:
         variables["PACELINE_BAR"] = "1"
     if job.threads is not None:
         variables["OMP_NUM_THREADS"] = str(job.threads)
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.cores() // workers_here)))
+    variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.count_cores() // workers_here)))
     # Python would hold lines back, as its output is a pipe.
     variables.setdefault("PYTHONUNBUFFERED", "1")
-    variables.setdefault("PYTHONBREAKPOINT", f"{hints.__name__}.{hints.no_terminal.__name__}")
-    interface = network.carrier(own_offer.address)
+    variables.setdefault("PYTHONBREAKPOINT", f"{hints.__name__}.{hints.refuse_breakpoint.__name__}")
+    interface = network.find_interface_name(own_offer.address)
     if interface is not None:
         # For scripts that use torch.distributed themselves: Gloo and NCCL would guess the interface
         # from the host's name.

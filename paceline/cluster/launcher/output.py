@@ -18,33 +18,33 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from paceline.cluster.launcher.last_words import CHAINED, TRACEBACK
+from paceline.cluster.launcher.last_words import CHAINED_PREFIXES, TRACEBACK_LINE
 from paceline.status.live_bar import LiveBar
 from paceline.status.run_status import RunStatus
 
-_PIECES = re.compile(rb"[^\r\n]*[\r\n]")
+_LINE_PATTERN = re.compile(rb"[^\r\n]*[\r\n]")
 _WRITE_BYTES = 4096  # a pipe that is ready takes these without blocking (PIPE_BUF)
 _HELD_BYTES = 1 << 16  # a line longer than this is passed on in parts
 _FULL_BYTES = 1 << 20  # output that may wait for a screen before workers have to wait
 _TAIL_BYTES = 1 << 16  # output that is remembered of each stream
 # torch's store prints this with a stack when a client sends what it can't read. If torch renames
 # the file, its messages are shown whole again.
-_COMPLAINT = b"TCPStoreLibUvBackend.cpp:"
-_STACK, _STACK_LINES = (b"Exception raised from ", b"frame #"), 64
-_NOT_SHOWN = (
+_STORE_COMPLAINT = b"TCPStoreLibUvBackend.cpp:"
+_STACK_PREFIXES, _STACK_LINES = (b"Exception raised from ", b"frame #"), 64
+_COMPLAINT_NOTE = (
     b" (somebody sends to torch's store what no worker does: that ends its connection; "
     b"more of the kind is not shown)"
 )
-_TRACEBACK, _IGNORED = TRACEBACK.encode(), b"Exception ignored "
-_CHAINED = tuple(line.encode() for line in CHAINED)
+_TRACEBACK_LINE, _IGNORED_PREFIX = TRACEBACK_LINE.encode(), b"Exception ignored "
+_CHAINED_PREFIXES = tuple(line.encode() for line in CHAINED_PREFIXES)
 _IDLE_SECONDS = 0.25  # a line without an end is shown after this time (prompts, dots)
 
 
-def _by_rank(rank: Hashable) -> bytes:
+def _make_rank_prefix(rank: Hashable) -> bytes:
     return b"[%d] " % rank if isinstance(rank, int) else b""
 
 
-def _nothing(rank: Hashable) -> bytes:
+def _make_empty_prefix(rank: Hashable) -> bytes:
     return b""
 
 
@@ -67,52 +67,54 @@ class Screen:
     def __init__(
         self,
         descriptor: int,
-        prefix: Callable[[Any], bytes] = _by_rank,
+        prefix: Callable[[Any], bytes] = _make_rank_prefix,
         copy: Callable[[bytes], object] | None = None,
         *,
         at_once: bool = False,
         bar: LiveBar | None = None,
     ) -> None:
         self.descriptor, self.at_once, self._bar = descriptor, at_once, bar
-        self.broken = False
-        self.last: Hashable = None  # the last writer; None: the launcher
+        self.is_broken = False
+        self.last_writer: Hashable = None  # the last writer; None: the launcher
         self._prefix, self._copy = prefix, copy
         self._pending: deque[bytes] = deque()
-        self._size = 0
-        self._ending = b"\n"
+        self._pending_bytes = 0
+        self._last_byte = b"\n"
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether so much output waits that writers should wait, too."""
-        return self._size > _FULL_BYTES
+        return self._pending_bytes > _FULL_BYTES
 
     @property
-    def pending(self) -> bool:
+    def has_pending(self) -> bool:
         """Whether output waits to be written."""
-        return self._size > 0
+        return self._pending_bytes > 0
 
-    def put(self, rank: Hashable, piece: bytes) -> None:
+    def put_line(self, rank: Hashable, piece: bytes) -> None:
         """Show a line, or a part of one. The writer is a worker by its rank, or another key."""
-        if self._ending != b"\n" and rank != self.last:
-            self._add(b"\n")
+        if self._last_byte != b"\n" and rank != self.last_writer:
+            self._add_bytes(b"\n")
         # A carriage return goes back to the start of the line. The text that follows needs the
         # prefix again, but the carriage return itself needs none.
-        is_line_end = piece == b"\r" or (piece == b"\n" and self._ending == b"\r")
-        was_empty = self._ending == b"\n"
-        self._add(
-            (b"" if is_line_end or self._ending not in {b"\n", b"\r"} else self._prefix(rank))
+        is_line_end = piece == b"\r" or (piece == b"\n" and self._last_byte == b"\r")
+        was_empty = self._last_byte == b"\n"
+        self._add_bytes(
+            (b"" if is_line_end or self._last_byte not in {b"\n", b"\r"} else self._prefix(rank))
             + piece
         )
         if is_line_end and was_empty:
-            self._ending = b"\n"  # the line is still empty
-        self.last = rank
+            self._last_byte = b"\n"  # the line is still empty
+        self.last_writer = rank
 
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         """Show lines of the launcher itself."""
-        self._add((b"" if self._ending == b"\n" else b"\n") + text.encode(errors="replace") + b"\n")
-        self.last = None
+        self._add_bytes(
+            (b"" if self._last_byte == b"\n" else b"\n") + text.encode(errors="replace") + b"\n"
+        )
+        self.last_writer = None
 
-    def follow(self, status: RunStatus | None) -> None:
+    def show_status(self, status: RunStatus | None) -> None:
         """Show the progress of the run below everything else.
 
         None leaves the last progress on the screen as text.
@@ -120,19 +122,19 @@ class Screen:
         if self._bar is None:
             return
         if status is None:
-            self._draw(self._bar.leave())
+            self._draw_bar(self._bar.leave_on_screen())
         else:
-            self._bar.follow(status)
+            self._bar.set_status(status)
             # A slow terminal gets the bar less often.
-            if self._size < _WRITE_BYTES:
-                self._draw(self._bar.again())
+            if self._pending_bytes < _WRITE_BYTES:
+                self._draw_bar(self._bar.redraw_bar())
 
-    def settle(self) -> None:
+    def redraw_bar(self) -> None:
         """Draw the bar again, if lines were written over it."""
-        if self._bar is not None and self._size < _WRITE_BYTES:
-            self._draw(self._bar.back())
+        if self._bar is not None and self._pending_bytes < _WRITE_BYTES:
+            self._draw_bar(self._bar.draw_bar())
 
-    def write(self) -> None:
+    def write_pending(self) -> None:
         """Write as much as possible. Call it when the descriptor is ready."""
         chunk = b""
         while self._pending and len(chunk) < _WRITE_BYTES:
@@ -143,39 +145,39 @@ class Screen:
             written = 0
         except OSError:
             # The pipe or terminal is closed. Drop the rest, and let the launcher see `is_broken`.
-            self.broken = True
-            self.drop()
+            self.is_broken = True
+            self.drop_pending()
             return
         if written < len(chunk):
             self._pending.appendleft(chunk[written:])
-        self._size -= written
+        self._pending_bytes -= written
 
-    def drop(self) -> None:
+    def drop_pending(self) -> None:
         """Drop all output that has not been written."""
         self._pending.clear()
-        self._size = 0
+        self._pending_bytes = 0
 
-    def _add(self, data: bytes) -> None:
+    def _add_bytes(self, data: bytes) -> None:
         """Add bytes of a line. The bar is taken away first."""
-        self._ending = data[-1:]
+        self._last_byte = data[-1:]
         if self._copy is not None:
             self._copy(data)
         if self._bar is not None:
-            self._draw(self._bar.away())
-            self._bar.wrote(data)
-        self._queue(data)
+            self._draw_bar(self._bar.erase_bar())
+            self._bar.note_output(data)
+        self._queue_bytes(data)
 
-    def _draw(self, text: str) -> None:
+    def _draw_bar(self, text: str) -> None:
         """Draw the bar, or take it away, by these characters."""
         if text.startswith("\n"):
-            self._ending = b"\n"  # the bar has ended the line that was under way
+            self._last_byte = b"\n"  # the bar has ended the line that was under way
         if text:
-            self._queue(text.encode(errors="replace"))
+            self._queue_bytes(text.encode(errors="replace"))
 
-    def _queue(self, data: bytes) -> None:
-        if not self.broken:
+    def _queue_bytes(self, data: bytes) -> None:
+        if not self.is_broken:
             self._pending.append(data)
-            self._size += len(data)
+            self._pending_bytes += len(data)
 
 
 class _StoreNoiseFilter:
@@ -185,16 +187,20 @@ class _StoreNoiseFilter:
     """
 
     def __init__(self) -> None:
-        self._said = False
-        self._lines = 0  # lines of the stack that may still come
+        self._has_complained = False
+        self._stack_lines_left = 0  # lines of the stack that may still come
 
     def __call__(self, piece: bytes) -> bytes:
         """Take the next line, and return the bytes to show."""
-        if _COMPLAINT in piece:
-            first, self._said, self._lines = not self._said, True, _STACK_LINES
-            return piece.rstrip() + _NOT_SHOWN + b"\n" if first else b""
-        if self._lines and (piece == b"\n" or piece.startswith(_STACK)):
-            self._lines = 0 if piece == b"\n" else self._lines - 1
+        if _STORE_COMPLAINT in piece:
+            first, self._has_complained, self._stack_lines_left = (
+                not self._has_complained,
+                True,
+                _STACK_LINES,
+            )
+            return piece.rstrip() + _COMPLAINT_NOTE + b"\n" if first else b""
+        if self._stack_lines_left and (piece == b"\n" or piece.startswith(_STACK_PREFIXES)):
+            self._stack_lines_left = 0 if piece == b"\n" else self._stack_lines_left - 1
             return b""
         return piece
 
@@ -212,46 +218,48 @@ class _InterruptFilter:
     """
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
+        self._held_lines: list[bytes] = []
         # Whether a traceback has begun and not ended, and whether one names another exception
-        self._inside = self._foreign = False
-        self._last = b""  # last line that was passed on and isn't blank
+        self._is_inside = self._is_foreign = False
+        self._last_line = b""  # last line that was passed on and isn't blank
 
     def __call__(self, piece: bytes) -> list[bytes]:
         """Take the next line, and return the lines to show."""
-        if self._inside:
-            self._held.append(piece)
+        if self._is_inside:
+            self._held_lines.append(piece)
             if not piece.startswith(b" "):
-                self._inside = False
-                self._foreign |= re.match(rb"KeyboardInterrupt\b", piece) is None
+                self._is_inside = False
+                self._is_foreign |= re.match(rb"KeyboardInterrupt\b", piece) is None
             return []
         # A traceback may begin behind a line without an end, such as a progress bar.
-        if (start := piece.find(_TRACEBACK)) > 0:
+        if (start := piece.find(_TRACEBACK_LINE)) > 0:
             return [*self(piece[:start] + b"\n"), *self(piece[start:])]
-        if self._held and piece.startswith((b"\n", *_CHAINED)):
-            self._held.append(piece)
+        if self._held_lines and piece.startswith((b"\n", *_CHAINED_PREFIXES)):
+            self._held_lines.append(piece)
             return []
-        begins = piece.startswith(_TRACEBACK)
-        continues = begins and any(line.startswith((b"\n", _IGNORED)) for line in self._held[-1:])
-        shown = [] if continues else self.rest()
-        if begins or piece.startswith(_IGNORED):
-            self._held.append(piece)
-            self._inside = begins
-            self._foreign |= begins and self._last.startswith(_CHAINED)
+        begins = piece.startswith(_TRACEBACK_LINE)
+        continues = begins and any(
+            line.startswith((b"\n", _IGNORED_PREFIX)) for line in self._held_lines[-1:]
+        )
+        shown = [] if continues else self.flush_held()
+        if begins or piece.startswith(_IGNORED_PREFIX):
+            self._held_lines.append(piece)
+            self._is_inside = begins
+            self._is_foreign |= begins and self._last_line.startswith(_CHAINED_PREFIXES)
             return shown
-        self._last = piece if piece.strip() else self._last
+        self._last_line = piece if piece.strip() else self._last_line
         return [*shown, piece]
 
-    def rest(self) -> list[bytes]:
+    def flush_held(self) -> list[bytes]:
         """Stop holding lines back, and return those to show."""
-        is_shown = self._inside or self._foreign or len(self._held) == 1
-        shown, self._held, self._inside, self._foreign = (
-            self._held if is_shown else [],
+        is_shown = self._is_inside or self._is_foreign or len(self._held_lines) == 1
+        shown, self._held_lines, self._is_inside, self._is_foreign = (
+            self._held_lines if is_shown else [],
             [],
             False,
             False,
         )
-        self._last = b"" if shown else self._last
+        self._last_line = b"" if shown else self._last_line
         return shown
 
 
@@ -266,22 +274,22 @@ class OutputStream:
 
     def __init__(self, rank: int, descriptor: int, screen: Screen) -> None:
         self.rank, self.descriptor, self.screen = rank, descriptor, screen
-        self.open = True
-        self._held = b""
-        self._since = 0.0
+        self.is_open = True
+        self._partial_line = b""
+        self._read_at = 0.0
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
-        self._hush = _StoreNoiseFilter()
-        self._interrupts: _InterruptFilter | None = None
+        self._store_filter = _StoreNoiseFilter()
+        self._interrupt_filter: _InterruptFilter | None = None
 
     def hush_interrupts(self) -> None:
         """Leave out tracebacks of `KeyboardInterrupt` from now on.
 
         To be called before the worker is sent the signal that ends it.
         """
-        self._interrupts = self._interrupts or _InterruptFilter()
+        self._interrupt_filter = self._interrupt_filter or _InterruptFilter()
 
-    def read(self) -> bool:
+    def read_output(self) -> bool:
         """Read the output that has come. False if there was none."""
         try:
             data = os.read(self.descriptor, 1 << 16)
@@ -292,55 +300,65 @@ class OutputStream:
             return False
         # Only the new bytes are searched, as a long line may come in many parts.
         end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
-        lines, self._held = (
-            (self._held + data[:end], data[end:]) if end else (b"", self._held + data)
+        lines, self._partial_line = (
+            (self._partial_line + data[:end], data[end:])
+            if end
+            else (b"", self._partial_line + data)
         )
-        for match in _PIECES.finditer(lines):
-            if piece := self._hush(match[0]):
-                self._pass_on(piece)
-        self._since = time.monotonic()
-        if len(self._held) > _HELD_BYTES or (self.screen.at_once and self._interrupts is None):
-            self.show()
+        for match in _LINE_PATTERN.finditer(lines):
+            if piece := self._store_filter(match[0]):
+                self._filter_line(piece)
+        self._read_at = time.monotonic()
+        if len(self._partial_line) > _HELD_BYTES or (
+            self.screen.at_once and self._interrupt_filter is None
+        ):
+            self.show_partial_line()
         return True
 
-    def _pass_on(self, piece: bytes) -> None:
-        self._put([piece] if self._interrupts is None else self._interrupts(piece))
+    def _filter_line(self, piece: bytes) -> None:
+        self._show_lines(
+            [piece] if self._interrupt_filter is None else self._interrupt_filter(piece)
+        )
 
-    def _put(self, pieces: Sequence[bytes]) -> None:
+    def _show_lines(self, pieces: Sequence[bytes]) -> None:
         for piece in pieces:
-            self._remember(piece)
-            self.screen.put(self.rank, piece)
+            self._add_to_tail(piece)
+            self.screen.put_line(self.rank, piece)
 
-    def idle(self, now: float) -> None:
+    def show_if_idle(self, now: float) -> None:
         """Show the beginning of a line if its end hasn't come for a while."""
-        if self._held and self._interrupts is None and now - self._since > _IDLE_SECONDS:
-            self.show()
+        if (
+            self._partial_line
+            and self._interrupt_filter is None
+            and now - self._read_at > _IDLE_SECONDS
+        ):
+            self.show_partial_line()
 
-    def show(self) -> None:
+    def show_partial_line(self) -> None:
         """Show the beginning of a line."""
-        if self._held:
-            held, self._held = self._held, b""
-            self._pass_on(held)
+        if self._partial_line:
+            held, self._partial_line = self._partial_line, b""
+            self._filter_line(held)
 
     def close(self) -> None:
         """Show the rest, and close the descriptor."""
-        if self.open:
-            self.show()
-            if self._interrupts is not None:
-                self._put(self._interrupts.rest())
+        if self.is_open:
+            self.show_partial_line()
+            if self._interrupt_filter is not None:
+                self._show_lines(self._interrupt_filter.flush_held())
             os.close(self.descriptor)
-            self.open = False
+            self.is_open = False
 
     @property
-    def waiting(self) -> bool:
+    def has_partial_line(self) -> bool:
         """Whether the beginning of a line is held back."""
-        return bool(self._held)
+        return bool(self._partial_line)
 
-    def tail(self) -> str:
+    def get_tail(self) -> str:
         """The last output, about 64 KiB of it."""
-        return b"".join((*self._tail, self._held)).decode(errors="replace")
+        return b"".join((*self._tail, self._partial_line)).decode(errors="replace")
 
-    def _remember(self, data: bytes) -> None:
+    def _add_to_tail(self, data: bytes) -> None:
         """Add bytes to the tail, and drop its oldest pieces."""
         self._tail.append(data)
         self._tail_size += len(data)
@@ -348,7 +366,7 @@ class OutputStream:
             self._tail_size -= len(self._tail.popleft())
 
 
-def stand_in() -> None:
+def open_missing_streams() -> None:
     """Open /dev/null in place of a closed standard input, output or error, as under cron.
 
     Otherwise sockets and files would get the numbers 0 to 2, and would receive other output. Call
@@ -365,7 +383,7 @@ def stand_in() -> None:
             setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
 
 
-def screens(*, bare: bool = False, bar: LiveBar | None = None) -> tuple[Screen, Screen]:
+def make_screens(*, bare: bool = False, bar: LiveBar | None = None) -> tuple[Screen, Screen]:
     """Make the screens of standard output and error.
 
     If both are the same file, they are the same screen, so that their lines don't mix.
@@ -375,7 +393,7 @@ def screens(*, bare: bool = False, bar: LiveBar | None = None) -> tuple[Screen, 
         bar: Drawn below standard error. Default: no bar.
     """
     output_status, error_status = os.fstat(1), os.fstat(2)
-    prefix = _nothing if bare else _by_rank
+    prefix = _make_empty_prefix if bare else _make_rank_prefix
     same_file = (output_status.st_dev, output_status.st_ino) == (
         error_status.st_dev,
         error_status.st_ino,

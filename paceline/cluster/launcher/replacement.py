@@ -21,9 +21,9 @@ from paceline.cluster.hosts.elastic import ElasticPeers
 from paceline.cluster.hosts.peers import Failure
 from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.worker import WorkerProcess
-from paceline.timings import DEFAULTS, ReplacementTimings
+from paceline.timings import DEFAULT_TIMINGS, ReplacementTimings
 
-Suspect = Callable[[WorkerProcess], Failure | None]
+FindFailure = Callable[[WorkerProcess], Failure | None]
 
 
 @dataclass
@@ -46,70 +46,84 @@ class Replacement:
         timings: Waits and pauses.
     """
 
-    assembly: ElasticPeers
+    elastic_peers: ElasticPeers
     minimum: int
     restarts: int
     patience: float
-    again: Callable[[int], None]
+    start_worker: Callable[[int], None]
     say: Callable[[str], None]
-    timings: ReplacementTimings = field(default=DEFAULTS.replacement, kw_only=True)
+    timings: ReplacementTimings = field(default=DEFAULT_TIMINGS.replacement, kw_only=True)
     # Workers that are lost or leave, and when that was noticed
-    _gone: dict[int, float] = field(default_factory=dict)
-    _buried: set[int] = field(default_factory=set)
+    _out_since: dict[int, float] = field(default_factory=dict)
+    _judged: set[int] = field(default_factory=set)
     # When to start new workers, and as which ranks
-    _due: list[tuple[float, int]] = field(default_factory=list)
-    _told: dict[int, int] = field(default_factory=dict)  # number of the last view of each worker
-    _called: set[int] = field(default_factory=set)  # workers that were reported as ready
+    _restarts_due: list[tuple[float, int]] = field(default_factory=list)
+    _view_by_worker: dict[int, int] = field(
+        default_factory=dict
+    )  # number of the last view of each worker
+    _announced: set[int] = field(default_factory=set)  # workers that were reported as ready
     _causes: set[tuple[str, str]] = field(default_factory=set)  # errors that workers reported
     _failures: list[tuple[float, Failure]] = field(default_factory=list)  # and when they happened
     # By rank: how often in a row it died before it had trained for a while
-    _falls: dict[int, int] = field(default_factory=dict)
-    _stopped: dict[int, float] = field(default_factory=dict)  # workers in SIGSTOP, and since when
+    _early_deaths: dict[int, int] = field(default_factory=dict)
+    _stopped_since: dict[int, float] = field(
+        default_factory=dict
+    )  # workers in SIGSTOP, and since when
     _looked_at: float = 0.0
     _short_since: float | None = None  # since when there are fewer workers than the job needs
     _parting_since: float | None = None  # since when a host that leaves has no workers
 
-    def active(self, workers: Sequence[WorkerProcess]) -> bool:
+    def is_active(self, workers: Sequence[WorkerProcess]) -> bool:
         """Whether losses are survived yet: all first workers have begun to train."""
         return bool(workers) and all(
-            worker.joining or worker.said("surviving") for worker in workers
+            worker.is_joining or worker.has_reported("surviving") for worker in workers
         )
 
-    def members(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
+    def list_members(self, workers: Sequence[WorkerProcess]) -> list[WorkerProcess]:
         """Workers of this host that are in the present view."""
-        return [worker for worker in workers if worker.number in self.assembly.view.workers]
+        return [
+            worker for worker in workers if worker.worker_number in self.elastic_peers.view.workers
+        ]
 
     @property
-    def waiting(self) -> bool:
+    def is_restart_due(self) -> bool:
         """Whether a worker is going to be started."""
-        return bool(self._due)
+        return bool(self._restarts_due)
 
-    def look(self, workers: Sequence[WorkerProcess]) -> None:
+    def report_changes(self, workers: Sequence[WorkerProcess]) -> None:
         """Report dead and ready workers to the other launchers, and send new views to the workers.
 
         This doesn't wait until a dead worker is reaped, so the others go on as soon as possible.
         """
         now = time.monotonic()
-        candidates = [w for w in workers if w.number not in self._gone and not w.said("closed")]
+        candidates = [
+            w
+            for w in workers
+            if w.worker_number not in self._out_since and not w.has_reported("closed")
+        ]
         lost_workers = [
-            w for w in candidates if w.ended is not None or w.said("failed") or w.said("left")
+            w
+            for w in candidates
+            if w.ended_at is not None or w.has_reported("failed") or w.has_reported("left")
         ]
         if lost_workers:
-            self._gone |= {worker.number: now for worker in lost_workers}
-            self.assembly.lost([worker.number for worker in lost_workers])
+            self._out_since |= {worker.worker_number: now for worker in lost_workers}
+            self.elastic_peers.report_lost_workers(
+                [worker.worker_number for worker in lost_workers]
+            )
         ready_numbers = [
-            w.number
+            w.worker_number
             for w in workers
-            if w.ended is None
-            and w.said("ready")
-            and w.number not in self._called
-            and w.number not in self._gone
+            if w.ended_at is None
+            and w.has_reported("ready")
+            and w.worker_number not in self._announced
+            and w.worker_number not in self._out_since
         ]
         if ready_numbers:
-            self._called |= {*ready_numbers}
-            self.assembly.come(ready_numbers)
+            self._announced |= {*ready_numbers}
+            self.elastic_peers.report_new_workers(ready_numbers)
         # Hosts can join as soon as a worker has reported which run they would join.
-        if self.assembly.run is None:
+        if self.elastic_peers.run_facts is None:
             opened = next(
                 (
                     record
@@ -119,40 +133,40 @@ class Replacement:
                 ),
                 None,
             )
-            self.assembly.run = (
+            self.elastic_peers.run_facts = (
                 None if opened is None else json.dumps([opened["folder"], opened["seed"]])
             )
-        if any(worker.said("closed") for worker in workers):
-            self.assembly.tell_closing()
-        self._free(workers, now)
+        if any(worker.has_reported("closed") for worker in workers):
+            self.elastic_peers.tell_closing()
+        self._end_stopped_workers(workers, now)
         for worker in workers:
-            for record in worker.take("broken"):
-                self.assembly.renew(int(str(record["view"])))
-        self._tell(workers)
+            for record in worker.take_records("broken"):
+                self.elastic_peers.request_renewal(int(str(record["view"])))
+        self._send_views(workers)
 
-    def leave(self, workers: Sequence[WorkerProcess]) -> bool:
+    def order_leaving(self, workers: Sequence[WorkerProcess]) -> bool:
         """Have all workers of this host leave after their present step.
 
         False if no other worker could go on.
         """
         other_seats = [
             seat
-            for seat in self.assembly.view.seats
-            if seat.host != self.assembly.host and seat.workers
+            for seat in self.elastic_peers.view.seats
+            if seat.host != self.elastic_peers.host and seat.workers
         ]
-        if not other_seats or not self.active(workers):
+        if not other_seats or not self.is_active(workers):
             return False
         self.say(
             "paceline: asked to leave (SIGTERM): the workers of this "
             "host go after their present step"
         )
-        self._due.clear()
+        self._restarts_due.clear()
         self.restarts = 0
         for worker in workers:
-            worker.order(b'{"leave": true}\n')
+            worker.send_order(b'{"leave": true}\n')
         return True
 
-    def parted(self) -> bool:
+    def has_parted(self) -> bool:
         """Whether this host, which leaves and has no workers any more, can end.
 
         It can once the others have decided to go on without it, or when they take too long to
@@ -161,10 +175,10 @@ class Replacement:
         now = time.monotonic()
         if self._parting_since is None:
             self._parting_since = now
-            self.assembly.leave()
-        return self.assembly.parted or now - self._parting_since > self.timings.part
+            self.elastic_peers.announce_leaving()
+        return self.elastic_peers.has_parted or now - self._parting_since > self.timings.part
 
-    def _free(self, workers: Sequence[WorkerProcess], now: float) -> None:
+    def _end_stopped_workers(self, workers: Sequence[WorkerProcess], now: float) -> None:
         """End workers that were stopped (SIGSTOP) and don't go on.
 
         The other processes see only a worker that is late, and can't tell that it won't ever
@@ -175,12 +189,15 @@ class Replacement:
         self._looked_at = now
         for worker in workers:
             if (
-                worker.ended is not None
-                or worker.number in self._gone
-                or janitor.state(worker.process.pid) != "T"
+                worker.ended_at is not None
+                or worker.worker_number in self._out_since
+                or janitor.read_state(worker.process.pid) != "T"
             ):
-                self._stopped.pop(worker.number, None)
-            elif now - self._stopped.setdefault(worker.number, now) > self.timings.stopped:
+                self._stopped_since.pop(worker.worker_number, None)
+            elif (
+                now - self._stopped_since.setdefault(worker.worker_number, now)
+                > self.timings.stopped
+            ):
                 self.say(
                     f"paceline: rank {worker.rank} has been stopped "
                     f"for {self.timings.stopped:g} s (SIGSTOP): "
@@ -188,15 +205,19 @@ class Replacement:
                 )
                 os.kill(worker.process.pid, signal.SIGKILL)
 
-    def _tell(self, workers: Sequence[WorkerProcess]) -> None:
+    def _send_views(self, workers: Sequence[WorkerProcess]) -> None:
         """Send each worker the views that it hasn't got yet."""
         for worker in workers:
-            for roster in self.assembly.rosters:
-                if worker.ended is None and roster.number > self._told.get(worker.number, 0):
-                    self._told[worker.number] = roster.number
-                    worker.order(roster.dump())
+            for roster in self.elastic_peers.rosters:
+                if worker.ended_at is None and roster.number > self._view_by_worker.get(
+                    worker.worker_number, 0
+                ):
+                    self._view_by_worker[worker.worker_number] = roster.number
+                    worker.send_order(roster.dump())
 
-    def turn(self, workers: Sequence[WorkerProcess], suspect: Suspect) -> Failure | None:
+    def replace_ended_workers(
+        self, workers: Sequence[WorkerProcess], suspect: FindFailure
+    ) -> Failure | None:
         """Decide what follows on the end of each worker, and start new ones when it is time.
 
         Args:
@@ -208,28 +229,28 @@ class Replacement:
         """
         now = time.monotonic()
         # The run is over: no worker is let in any more.
-        if self.assembly.closing:
-            self._due.clear()
+        if self.elastic_peers.is_closing:
+            self._restarts_due.clear()
             for worker in workers:
-                if worker.joining and not worker.said("surviving"):
-                    self._buried.add(worker.number)
-                    worker.send(signal.SIGTERM)
+                if worker.is_joining and not worker.has_reported("surviving"):
+                    self._judged.add(worker.worker_number)
+                    worker.send_signal(signal.SIGTERM)
         for worker in workers:
             if (
-                worker.number in self._gone
-                and worker.ended is None
-                and now - self._gone[worker.number] > self.timings.leave
+                worker.worker_number in self._out_since
+                and worker.ended_at is None
+                and now - self._out_since[worker.worker_number] > self.timings.leave
             ):
-                worker.send(signal.SIGKILL)
+                worker.send_signal(signal.SIGKILL)
             if (
-                worker.ended is None
-                or worker.number in self._buried
+                worker.ended_at is None
+                or worker.worker_number in self._judged
                 or (failure := suspect(worker)) is None
             ):
                 continue
-            self._buried.add(worker.number)
+            self._judged.add(worker.worker_number)
             # It had finished its run, or was asked to leave: that is no failure.
-            if worker.said("closed") or worker.said("left"):
+            if worker.has_reported("closed") or worker.has_reported("left"):
                 continue
             self._failures.append((now - failure.age, failure))
             cause = next(
@@ -244,33 +265,34 @@ class Replacement:
                 # The same error ends one worker after the other: it is in the script or the data.
                 return failure
             self._causes |= set() if cause is None else {cause}
-            self._replace(worker, failure, now)
-        if self._due and now >= self._due[0][0]:
-            self.again(self._due.pop(0)[1])
+            self._replace_worker(worker, failure, now)
+        if self._restarts_due and now >= self._restarts_due[0][0]:
+            self.start_worker(self._restarts_due.pop(0)[1])
         if (
-            self.assembly.joined
+            self.elastic_peers.has_joined_late
             and self._failures
-            and not self._due
-            and not any(w.ended is None or w.said("surviving") for w in workers)
+            and not self._restarts_due
+            and not any(w.ended_at is None or w.has_reported("surviving") for w in workers)
         ):
             # No worker of this host ever got in, so the others go on without this host.
-            self.assembly.verdict = self._failures[0][1]
-        return self._too_few(workers)
+            self.elastic_peers.verdict = self._failures[0][1]
+        return self._find_final_failure(workers)
 
-    def _replace(self, worker: WorkerProcess, failure: Failure, now: float) -> None:
+    def _replace_worker(self, worker: WorkerProcess, failure: Failure, now: float) -> None:
         """Start another worker in place of this one, if restarts are left."""
         # A new worker whose failure is an echo found no other workers to join: another one wouldn't
         # find any either.
-        starts_again = self.restarts > 0 and not (worker.joining and failure.is_echo)
+        starts_again = self.restarts > 0 and not (worker.is_joining and failure.is_echo)
         self.say(
-            f"{failure.line()}; {'it is started again' if starts_again else 'the others go on'}"
+            f"{failure.summary_line()}; "
+            f"{'it is started again' if starts_again else 'the others go on'}"
         )
         if starts_again:
             self.restarts -= 1
-            self._due.append((now + self._pause(worker), worker.rank))
-            self._due.sort()
+            self._restarts_due.append((now + self._get_pause_seconds(worker), worker.rank))
+            self._restarts_due.sort()
 
-    def _pause(self, worker: WorkerProcess) -> float:
+    def _get_pause_seconds(self, worker: WorkerProcess) -> float:
         """Number of seconds before a worker is started again.
 
         It doubles each time the worker dies before it has trained for a while.
@@ -283,28 +305,30 @@ class Replacement:
             ),
             math.inf,
         )
-        was_steady = (worker.ended or time.time()) - trains_since > self.timings.steady
-        self._falls[worker.rank] = early_deaths = (
-            1 if was_steady else self._falls.get(worker.rank, 0) + 1
+        was_steady = (worker.ended_at or time.time()) - trains_since > self.timings.steady
+        self._early_deaths[worker.rank] = early_deaths = (
+            1 if was_steady else self._early_deaths.get(worker.rank, 0) + 1
         )
         return float(
             min(self.timings.backoff * 2 ** (early_deaths - 1), self.timings.longest_backoff)
         )
 
-    def _too_few(self, workers: Sequence[WorkerProcess]) -> Failure | None:
+    def _find_final_failure(self, workers: Sequence[WorkerProcess]) -> Failure | None:
         """The failure that ends the job if there have been too few workers for too long."""
-        members = self.assembly.view.workers
+        members = self.elastic_peers.view.workers
         if (
             not self._failures
             or len(members) >= self.minimum
-            or any(worker.said("closed") for worker in workers)
+            or any(worker.has_reported("closed") for worker in workers)
         ):
             self._short_since = None
             return None
         self._short_since = self._short_since or time.monotonic()
         if members and time.monotonic() - self._short_since < self.patience:
             return None
-        if not members and (self._due or any(worker.ended is None for worker in workers)):
+        if not members and (
+            self._restarts_due or any(worker.ended_at is None for worker in workers)
+        ):
             # New workers notice themselves that no others are left, and then fail. And a worker
             # that is failing may not have reported its error yet.
             return None

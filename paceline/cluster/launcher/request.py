@@ -14,7 +14,7 @@ from paceline.cluster import mesh, network, topology_file
 from paceline.cluster.launcher import hints
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 
 Placement = Literal["block", "round-robin"]
 Straggler = Literal["warn", "rebalance", "drop", "evict"]
@@ -97,18 +97,18 @@ class LaunchRequest:
     call: tuple[int, int] | None = None
 
     @property
-    def quiet(self) -> bool:
+    def is_quiet(self) -> bool:
         """Whether the launcher prints only messages about problems."""
         return self.bare or self.call is not None or self.progress == QUIET
 
     @property
-    def command(self) -> list[str]:
+    def worker_command(self) -> list[str]:
         """Command line of a worker."""
         before = [] if self.backend is None else ["-m", "paceline.backend"]
         return [sys.executable, *before, self.script, *self.args]
 
 
-def check(job: LaunchRequest) -> None:
+def check_request(job: LaunchRequest) -> None:
     """Raise `UsageError` if the request can't be fulfilled, before anything is started."""
     _check_script(job)
     counted_options = (
@@ -121,9 +121,13 @@ def check(job: LaunchRequest) -> None:
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
     if job.placement not in PLACEMENTS:
-        raise UsageError(f"--placement is {job.placement}; {choices(job.placement, PLACEMENTS)}")
+        raise UsageError(
+            f"--placement is {job.placement}; {format_choices(job.placement, PLACEMENTS)}"
+        )
     if job.straggler is not None and job.straggler not in STRAGGLERS:
-        raise UsageError(f"--straggler is {job.straggler}; {choices(job.straggler, STRAGGLERS)}")
+        raise UsageError(
+            f"--straggler is {job.straggler}; {format_choices(job.straggler, STRAGGLERS)}"
+        )
     if job.straggler == "evict" and job.min_workers is None:
         raise UsageError(
             "--straggler evict has slow workers leave, so say how many workers the job needs: "
@@ -148,12 +152,13 @@ def check(job: LaunchRequest) -> None:
     # Only a job of one host is known here. With more, workers check the mesh when all have met.
     if job.mesh is not None and job.hosts == 1:
         everyone = Topology((HostRanks("here", tuple(range(job.workers)), "127.0.0.1"),))
-        mesh.choose(job.mesh, everyone, survives=job.min_workers is not None)
+        mesh.choose_mesh(job.mesh, everyone, survives=job.min_workers is not None)
     if not job.patience >= 0:
         raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
     if job.backend is not None and job.backend not in BACKENDS:
         raise UsageError(
-            f"--backend is {job.backend}; {choices(job.backend, BACKENDS)}, which scripts get that "
+            f"--backend is {job.backend}; {format_choices(job.backend, BACKENDS)}, which scripts "
+            "get that "
             "ask torch.distributed for Gloo"
         )
     # A process group of torch.distributed has a fixed size.
@@ -173,7 +178,7 @@ def check(job: LaunchRequest) -> None:
 
 def check_cluster(cluster: str | Path, min_workers: int | None) -> None:
     """Raise `UsageError` if a measured cluster can't be read, or hosts may change in the job."""
-    topology_file.read(Path(cluster))
+    topology_file.read_topology(Path(cluster))
     if min_workers is not None:
         raise UsageError(
             f"--cluster {cluster} says how fast the links of fixed hosts are, and with "
@@ -187,7 +192,7 @@ def _check_script(job: LaunchRequest) -> None:
     if not path.exists():
         raise UsageError(
             f"the script {job.script} doesn't exist (looked in "
-            f"{Path.cwd()}){hints.leftover(job.script, job.args)}"
+            f"{Path.cwd()}){hints.hint_python_script(job.script, job.args)}"
         )
     if path.is_dir() and not (path / "__main__.py").exists():
         raise UsageError(f"the script {job.script} is a folder without a __main__.py")
@@ -207,7 +212,7 @@ def _check_restarts(job: LaunchRequest) -> None:
         )
 
 
-def deal(worker_counts: Sequence[int], placement: str) -> list[list[int]]:
+def deal_ranks(worker_counts: Sequence[int], placement: str) -> list[list[int]]:
     """Deal ranks to hosts, in blocks or round-robin.
 
     deal_ranks([2, 1], "block")          [[0, 1], [2]]   consecutive ranks for each host
@@ -227,11 +232,11 @@ def deal(worker_counts: Sequence[int], placement: str) -> list[list[int]]:
     return dealt
 
 
-def meeting_point(join: str) -> tuple[str, int]:
+def parse_meeting_point(join: str) -> tuple[str, int]:
     """Parse the HOST and PORT of `--join`. An IPv6 address is in brackets."""
     host, colon, port = join.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    port_number = network.port(port)
+    port_number = network.parse_port(port)
     if not colon or not host or not port_number:
         raise UsageError(f"--join {join} isn't HOST:PORT, such as 10.0.0.1:29400")
     return host, port_number

@@ -19,9 +19,9 @@ from pathlib import Path
 from paceline.cluster.discover import JobStart
 from paceline.cluster.hosts.peers import Failure, RestartPeers
 from paceline.cluster.hosts.restart_messages import Cause, HostReport, RestartState, Sequel
-from paceline.cluster.launcher.worker import WorkerProcess, ending
+from paceline.cluster.launcher.worker import WorkerProcess, describe_end
 
-_LONGEST = 300  # characters of an error in a message between launchers
+_MOST_ERROR_CHARACTERS = 300  # characters of an error in a message between launchers
 
 
 class JobRestarts:
@@ -37,16 +37,16 @@ class JobRestarts:
 
     def __init__(self, allowed: int, *, patience: float = 0.0) -> None:
         self.state = RestartState(allowed)
-        self.words = ""
+        self.sequel_words = ""
         self._patience = patience
         # Folder of the run on this host, if its workers have opened the run. Other hosts may have
         # it in another folder.
         self._folder: str | None = None
         self._peers: RestartPeers | None = None  # of the present start
-        self._reported = self._due = False
+        self._has_reported = self._is_due = False
 
     @property
-    def start(self) -> JobStart:
+    def present_start(self) -> JobStart:
         """The present start."""
         start = self.state.start
         return (
@@ -56,41 +56,41 @@ class JobRestarts:
         )
 
     @property
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """Whether the job is going to start again."""
-        return self._due
+        return self._is_due
 
-    def begin(self, peers: RestartPeers) -> None:
+    def begin_start(self, peers: RestartPeers) -> None:
         """Begin a start with these launchers, from the latest state that any of them knows."""
-        self._peers, self._reported, self.words = peers, False, ""
+        self._peers, self._has_reported, self.sequel_words = peers, False, ""
         self.state = peers.state or self.state
 
-    def take(self) -> bool:
+    def take_due(self) -> bool:
         """Whether the job is to start again. True only once for each restart."""
-        was_due, self._due = self._due, False
+        was_due, self._is_due = self._is_due, False
         return was_due
 
-    def settle(self, failure: Failure, workers: Sequence[WorkerProcess]) -> bool:
+    def settle_sequel(self, failure: Failure, workers: Sequence[WorkerProcess]) -> bool:
         """Agree with the other hosts on what follows on the failure that ended this start.
 
         Returns whether all hosts know it. Call it again until they do.
         """
         peers = self._peers
         assert peers is not None
-        if not self._reported:
-            self._reported = True
-            peers.tell_ended(self.report(failure, workers))
+        if not self._has_reported:
+            self._has_reported = True
+            peers.tell_ended(self.make_report(failure, workers))
         # Only the launcher that decides gets the reports of all hosts.
-        if (reports := peers.ended) is not None and peers.sequel is None:
-            peers.tell_sequel(self.judge(failure, reports))
+        if (reports := peers.host_reports) is not None and peers.sequel is None:
+            peers.tell_sequel(self.decide_sequel(failure, reports))
         if peers.sequel is None:
             return False
-        self.words = peers.sequel.words
+        self.sequel_words = peers.sequel.words
         if peers.sequel.state is not None:
-            self.state, self._due = peers.sequel.state, True
+            self.state, self._is_due = peers.sequel.state, True
         return True
 
-    def report(self, failure: Failure, workers: Sequence[WorkerProcess]) -> HostReport:
+    def make_report(self, failure: Failure, workers: Sequence[WorkerProcess]) -> HostReport:
         """Report what this host has seen of the start that this failure has ended."""
         records = [
             record for worker in workers for record in worker.records if record["event"] == "opened"
@@ -104,24 +104,27 @@ class JobRestarts:
                 seed=int(str(records[0]["seed"])),
                 began=float(str(records[0]["began"])),
             )
-        folder = self._folder or self.start.folder
+        folder = self._folder or self.present_start.folder
         report = replace(
-            report, checkpoint=None if folder is None else newest(Path(folder) / "checkpoints")
+            report,
+            checkpoint=None
+            if folder is None
+            else find_newest_checkpoint(Path(folder) / "checkpoints"),
         )
         if failure.rank is None or all(worker.rank != failure.rank for worker in workers):
             return report
         return replace(
             report,
-            failure=failure.line().removeprefix("paceline: "),
-            cause=_cause(failure, workers),
+            failure=failure.summary_line().removeprefix("paceline: "),
+            cause=_find_cause(failure, workers),
         )
 
-    def judge(self, failure: Failure, reports: Mapping[int, HostReport]) -> Sequel:
+    def decide_sequel(self, failure: Failure, reports: Mapping[int, HostReport]) -> Sequel:
         """Decide what follows on the failure that ended this start.
 
         The sequel has no words if no restart is left, and no state if the job doesn't start again.
         """
-        state = self._learnt(reports)
+        state = self._add_opened_run(reports)
         restart_count, folder = len(state.start.events), state.start.folder
         if restart_count == state.allowed:
             return Sequel("")
@@ -134,8 +137,10 @@ class JobRestarts:
             (report for report in reports.values() if report.failure is not None), HostReport()
         )
         # An error that comes again after the same checkpoint would come each time.
-        refusal = self._refusal(failure, failed_report, reports)
-        digest = None if failed_report.cause is None else _digest(failed_report.cause, checkpoint)
+        refusal = self._find_refusal(failure, failed_report, reports)
+        digest = (
+            None if failed_report.cause is None else _digest_cause(failed_report.cause, checkpoint)
+        )
         if digest is not None and digest in state.causes:
             refusal = refusal or "the same error has come before, from the same place on"
         if refusal is not None:
@@ -155,7 +160,9 @@ class JobRestarts:
             else ""
         )
         words = f"all start again{origin}{waits} (restart {restart_count + 1} of {state.allowed})"
-        event = f"{failed_report.failure or failure.line().removeprefix('paceline: ')}; {words}"
+        event = (
+            f"{failed_report.failure or failure.summary_line().removeprefix('paceline: ')}; {words}"
+        )
         start = replace(state.start, events=(*state.start.events, (time.time(), event)))
         return Sequel(
             words,
@@ -166,7 +173,7 @@ class JobRestarts:
             ),
         )
 
-    def _learnt(self, reports: Mapping[int, HostReport]) -> RestartState:
+    def _add_opened_run(self, reports: Mapping[int, HostReport]) -> RestartState:
         """The state, with the run that the workers have opened.
 
         If hosts have it in different folders, the first host's counts.
@@ -188,7 +195,7 @@ class JobRestarts:
             ),
         )
 
-    def _refusal(
+    def _find_refusal(
         self, failure: Failure, failed_report: HostReport, reports: Mapping[int, HostReport]
     ) -> str | None:
         """Reason why another start would end in the same way; None if it may not."""
@@ -205,7 +212,7 @@ class JobRestarts:
         return None
 
 
-def _cause(failure: Failure, workers: Sequence[WorkerProcess]) -> Cause | None:
+def _find_cause(failure: Failure, workers: Sequence[WorkerProcess]) -> Cause | None:
     """The error of the worker that failed, in its own words if it reported one.
 
     None if it was killed: the job then starts again as often as restarts are allowed.
@@ -223,19 +230,21 @@ def _cause(failure: Failure, workers: Sequence[WorkerProcess]) -> Cause | None:
             str(failed_records[0]["message"]),
             bool(failed_records[0]["is_final"]),
         )
-    if failure.code > 128 and failure.words == ending(failure.code):
+    if failure.code > 128 and failure.words == describe_end(failure.code):
         return None
-    return Cause(failure.words, failure.tail.rpartition("\n")[2][-_LONGEST:], is_final=False)
+    return Cause(
+        failure.words, failure.tail.rpartition("\n")[2][-_MOST_ERROR_CHARACTERS:], is_final=False
+    )
 
 
-def _digest(cause: Cause, checkpoint: str | None) -> str:
+def _digest_cause(cause: Cause, checkpoint: str | None) -> str:
     """Make a short text that is equal if an error comes again after the same checkpoint."""
     return hashlib.sha256(
         repr((cause.kind, cause.message, checkpoint)).encode(errors="replace")
     ).hexdigest()[:16]
 
 
-def newest(checkpoints: Path) -> str | None:
+def find_newest_checkpoint(checkpoints: Path) -> str | None:
     """Name of the checkpoint in this folder that was written last; None if there is none."""
     dated_names = []
     for manifest in checkpoints.glob("step-*/manifest.json"):

@@ -25,19 +25,19 @@ from paceline.cluster.launcher.bar import JobBar
 from paceline.cluster.launcher.cleanup import JobCleanup
 from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.interrupt import JobEnd
-from paceline.cluster.launcher.last_words import error_lines
-from paceline.cluster.launcher.output import Screen, screens
+from paceline.cluster.launcher.last_words import extract_error_lines
+from paceline.cluster.launcher.output import Screen, make_screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.verdict import FailureSearch
 from paceline.cluster.launcher.worker import (
     WorkerCommand,
     WorkerProcess,
-    preparation,
-    readable,
-    start,
+    make_preparation,
+    start_worker,
+    wait_readable,
 )
-from paceline.timings import DEFAULTS, SupervisorTimings, Timings
+from paceline.timings import DEFAULT_TIMINGS, SupervisorTimings, Timings
 
 
 class RunWatcher(Protocol):
@@ -97,30 +97,35 @@ class Supervisor:
         restarts: JobRestarts | None = None,
         watcher: RunWatcher | None = None,
         finished: str = "",
-        timings: Timings = DEFAULTS,
+        timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
-        self._peers, self._restarts, self._told, self._watcher = peers, restarts, told, watcher
-        self._finished = finished
+        self._peers, self._restarts, self._report_failure, self._watcher = (
+            peers,
+            restarts,
+            told,
+            watcher,
+        )
+        self._success_message = finished
         self._timings = timings.supervisor
         self._workers: list[WorkerProcess] = []
-        self._out, self._err = screens() if shown is None else shown
-        self._bar = JobBar(self._err)
-        self._signals: list[int] = []
-        self._failure: Failure | None = None  # the first failure on this host
-        self._told_at = 0.0  # monotonic: when the other hosts were told of it
-        self._ending_at: float | None = None  # monotonic: since when workers are being ended
-        self._asked: int | None = None  # the signal that asked for the end
-        self._leaving = False  # this host was asked to go, and the others go on
-        self._collected_at = 0.0
+        self._out_screen, self._err_screen = make_screens() if shown is None else shown
+        self._job_bar = JobBar(self._err_screen)
+        self._pending_signals: list[int] = []
+        self._own_failure: Failure | None = None  # the first failure on this host
+        self._failure_told_at = 0.0  # monotonic: when the other hosts were told of it
+        self._ending_since: float | None = None  # monotonic: since when workers are being ended
+        self._end_signal: int | None = None  # the signal that asked for the end
+        self._is_leaving = False  # this host was asked to go, and the others go on
+        self._litter_collected_at = 0.0
         self._job_end = JobEnd(self._workers)
         self._cleanup = JobCleanup(mark, timings=timings.janitor)
-        self._search = FailureSearch(
-            host, self._workers, lambda: self._verdict() is not None, timings=timings.supervisor
+        self._failure_search = FailureSearch(
+            host, self._workers, lambda: self._get_verdict() is not None, timings=timings.supervisor
         )
-        self._mending = None if mending is None else mending(self)
-        self._lateness = HangSearch(peers, host, self.say, timings=timings.hangs)
+        self._replacement = None if mending is None else mending(self)
+        self._hang_search = HangSearch(peers, host, self.show_line, timings=timings.hangs)
 
-    def run(
+    def run_workers(
         self, tasks: Sequence[WorkerCommand], started: Callable[[], None] = lambda: None
     ) -> int:
         """Run these workers until the last one has ended, and return the job's exit code.
@@ -132,115 +137,117 @@ class Supervisor:
             os.set_blocking(descriptor, False)
         # Signals only write to the pipe `wake_fd`. The loop handles them, between two events.
         old_handlers = {
-            signum: signal.signal(signum, self._note)
+            signum: signal.signal(signum, self._note_signal)
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
         }
         old_wakeup = signal.set_wakeup_fd(waker_fd, warn_on_full_buffer=False)
-        self._cleanup.start()
+        self._cleanup.start_janitor()
         try:
-            _begin(tasks, self._watcher)
-            self._start(tasks)
+            _begin_serving(tasks, self._watcher)
+            self._start_workers(tasks)
             started()
-            while not self._over():
-                self._turn(wake_fd)
-            self._conclude(wake_fd)
+            while not self._is_over():
+                self._handle_events(wake_fd)
+            self._write_conclusion(wake_fd)
         finally:
             # Also after an error of the launcher itself no worker may stay behind.
-            self._cleanup.sweep(
-                [worker.process for worker in self._workers if worker.ended is None]
+            self._cleanup.sweep_job(
+                [worker.process for worker in self._workers if worker.ended_at is None]
             )
             self._peers.close()
-            self._cleanup.conclude()
+            self._cleanup.end_janitor()
             signal.set_wakeup_fd(old_wakeup)
             for signum, old_handler in old_handlers.items():
                 signal.signal(signum, old_handler)
             for descriptor in (wake_fd, waker_fd):
                 os.close(descriptor)
-        return self._code()
+        return self._get_exit_code()
 
-    def _note(self, signum: int, frame: object) -> None:
+    def _note_signal(self, signum: int, frame: object) -> None:
         if signum != signal.SIGCHLD:
-            self._signals.append(signum)
+            self._pending_signals.append(signum)
 
-    def _start(self, tasks: Sequence[WorkerCommand]) -> None:
+    def _start_workers(self, tasks: Sequence[WorkerCommand]) -> None:
         """Start these workers, unless a signal comes meanwhile."""
         for task in tasks:
-            if self._signals:
+            if self._pending_signals:
                 return
-            self.begin(task)
+            self.start_worker(task)
 
-    def begin(self, task: WorkerCommand) -> None:
+    def start_worker(self, task: WorkerCommand) -> None:
         """Start a worker. The janitor knows it from then on."""
-        self._workers.append(start(task, preparation(os.getpid()), (self._out, self._err)))
-        self._cleanup.add(self._workers[-1].process.pid)
+        self._workers.append(
+            start_worker(task, make_preparation(os.getpid()), (self._out_screen, self._err_screen))
+        )
+        self._cleanup.add_group(self._workers[-1].process.pid)
 
     @property
-    def asked(self) -> bool:
+    def is_asked_to_end(self) -> bool:
         """Whether this launcher was asked to end the job, or to leave it."""
-        return self._asked is not None or self._leaving
+        return self._end_signal is not None or self._is_leaving
 
-    def say(self, text: str) -> None:
+    def show_line(self, text: str) -> None:
         """Show a line of the launcher itself."""
-        self._err.say(text)
+        self._err_screen.show_line(text)
 
-    def _over(self) -> bool:
+    def _is_over(self) -> bool:
         """Whether all workers have ended, and no more of them can come."""
-        if any(worker.ended is None for worker in self._workers):
+        if any(worker.ended_at is None for worker in self._workers):
             return False
         if (
-            self._mending is not None
-            and self._mending.waiting
-            and self._asked is None
-            and self._verdict() is None
+            self._replacement is not None
+            and self._replacement.is_restart_due
+            and self._end_signal is None
+            and self._get_verdict() is None
         ):
             return False
         # All workers of this host have ended. The job may go on elsewhere.
-        if self._asked is not None or self._peers.all_finished:
+        if self._end_signal is not None or self._peers.all_finished:
             return True
         if self._peers.verdict is not None:
-            return self._settled()
-        if self._leaving:
-            return self._mending is not None and self._mending.parted()
+            return self._is_sequel_settled()
+        if self._is_leaving:
+            return self._replacement is not None and self._replacement.has_parted()
         # The other hosts may be gone, so this one doesn't wait for a verdict forever. But if the
         # job may start again, no host goes by itself: a silent host counts as lost, and that is a
         # verdict.
         return (
             self._restarts is None
-            and self._failure is not None
-            and time.monotonic() - self._told_at > self._timings.verdict
+            and self._own_failure is not None
+            and time.monotonic() - self._failure_told_at > self._timings.verdict
         )
 
-    def _settled(self) -> bool:
+    def _is_sequel_settled(self) -> bool:
         """Whether all hosts know if the job starts again after this verdict."""
-        verdict = self._final()
+        verdict = self._get_final_verdict()
         return (
             self._restarts is None
             or verdict is None
-            or self._restarts.settle(verdict, self._workers)
+            or self._restarts.settle_sequel(verdict, self._workers)
         )
 
-    def _turn(self, wake_fd: int) -> None:
+    def _handle_events(self, wake_fd: int) -> None:
         """Wait until something happens, and handle it."""
         poll = select.poll()
         # What to call when a descriptor is ready. Workers whose screen is full have to wait: their
         # output stays in the pipe.
-        callbacks: dict[int, Callable[[], object]] = {wake_fd: partial(_empty, wake_fd)}
+        callbacks: dict[int, Callable[[], object]] = {wake_fd: partial(_drain_pipe, wake_fd)}
         for worker in self._workers:
             if worker.records_fd >= 0:
-                callbacks[worker.records_fd] = worker.listen
+                callbacks[worker.records_fd] = worker.read_reports
             callbacks |= {
-                stream.descriptor: stream.read
+                stream.descriptor: stream.read_output
                 for stream in worker.streams
-                if stream.open and not stream.screen.full
+                if stream.is_open and not stream.screen.is_full
             }
-        for descriptor in self._peers.descriptors():
-            callbacks[descriptor] = partial(self._peers.hear, descriptor)
+        for descriptor in self._peers.list_descriptors():
+            callbacks[descriptor] = partial(self._peers.read_messages, descriptor)
         for descriptor in callbacks:
             poll.register(descriptor, select.POLLIN)
         # A screen is polled only while it has something to write, else poll would return at once.
-        for screen in {self._out, self._err}:
-            if screen.pending:
-                callbacks[screen.descriptor] = screen.write
+        for screen in {self._out_screen, self._err_screen}:
+            if screen.has_pending:
+                callbacks[screen.descriptor] = screen.write_pending
                 poll.register(screen.descriptor, select.POLLOUT)
         for descriptor, _ in poll.poll(1000 * self._timings.look):
             callbacks[descriptor]()
@@ -248,74 +255,91 @@ class Supervisor:
         # Look at all workers before any is reaped, which takes time: the order of their ends tells
         # which failed first.
         for worker in self._workers:
-            worker.look()
-        survives_losses = self._mending is not None and self._mending.active(self._workers)
-        if self._mending is not None and survives_losses:
-            self._mending.look(self._workers)
-        members = self._workers if self._mending is None else self._mending.members(self._workers)
-        self._lateness.turn(
-            [worker for worker in members if worker.ended is None], ends=survives_losses
+            worker.check_end()
+        survives_losses = self._replacement is not None and self._replacement.is_active(
+            self._workers
+        )
+        if self._replacement is not None and survives_losses:
+            self._replacement.report_changes(self._workers)
+        members = (
+            self._workers
+            if self._replacement is None
+            else self._replacement.list_members(self._workers)
+        )
+        self._hang_search.handle_messages(
+            [worker for worker in members if worker.ended_at is None], ends=survives_losses
         )
         for worker in self._workers:
             # First the rest of its process group: once it is reaped, its number may be reused.
-            if worker.ended is not None and not worker.reaped:
+            if worker.ended_at is not None and not worker.is_reaped:
                 self._cleanup.end_group(worker.process.pid)
-                self._cleanup.drop(worker.process.pid)
+                self._cleanup.drop_group(worker.process.pid)
                 worker.reap(self._timings.drain)
             for stream in worker.streams:
-                stream.idle(now)
-        self._collect(now)
-        _show(self._workers, self._watcher, self._bar, self._job_end)
-        self._peers.tick()
-        self._decide(now)
+                stream.show_if_idle(now)
+        self._collect_litter(now)
+        _show_progress(self._workers, self._watcher, self._job_bar, self._job_end)
+        self._peers.run_timers()
+        self._advance_job(now)
 
-    def _collect(self, now: float) -> None:
+    def _collect_litter(self, now: float) -> None:
         """Note what the workers' children may leave: now and then, and before they end in haste."""
-        is_first_request = self._asked is None and bool(self._signals)
-        is_first_failure = not self._search.signed and any(
-            worker.said("failed") for worker in self._workers
+        is_first_request = self._end_signal is None and bool(self._pending_signals)
+        is_first_failure = not self._failure_search.has_sign and any(
+            worker.has_reported("failed") for worker in self._workers
         )
-        if now - self._collected_at >= self._timings.litter or is_first_request or is_first_failure:
-            self._collected_at = now
-            self._cleanup.collect(self._workers)
+        if (
+            now - self._litter_collected_at >= self._timings.litter
+            or is_first_request
+            or is_first_failure
+        ):
+            self._litter_collected_at = now
+            self._cleanup.collect_litter(self._workers)
 
-    def _decide(self, now: float) -> None:
+    def _advance_job(self, now: float) -> None:
         """Advance the job from running to failed to ended.
 
         In this order: the user's signals, a request to end on another host, the failures of this
         host's workers, the verdict of all hosts, and at last the good end of all workers.
         """
         # Nobody reads standard output any more: that ends the job, as it would end any program.
-        if self._out.broken:
-            self._signals.append(signal.SIGPIPE)
-        for signum in self._signals:
-            self._ask(signum, now)
-        self._signals.clear()
-        if self._asked is None and self._peers.stopped is not None:
-            signum, host = self._peers.stopped
-            self._err.say(
+        if self._out_screen.is_broken:
+            self._pending_signals.append(signal.SIGPIPE)
+        for signum in self._pending_signals:
+            self._handle_end_signal(signum, now)
+        self._pending_signals.clear()
+        if self._end_signal is None and self._peers.stop_request is not None:
+            signum, host = self._peers.stop_request
+            self._err_screen.show_line(
                 f"paceline: the launcher on {host} was asked to end the job "
                 f"({signal.Signals(signum).name})"
             )
-            self._ask(signum, now)
-        if self._asked is not None:
-            self._end(now, signal.SIGINT, self._timings.asked_term, self._timings.asked_kill)
+            self._handle_end_signal(signum, now)
+        if self._end_signal is not None:
+            self._end_workers(
+                now, signal.SIGINT, self._timings.asked_term, self._timings.asked_kill
+            )
             return
         if (
-            self._verdict() is None
-            and self._mending is not None
-            and self._mending.active(self._workers)
+            self._get_verdict() is None
+            and self._replacement is not None
+            and self._replacement.is_active(self._workers)
         ):
-            self._condemn(self._mending.turn(self._workers, self._search.suspect), now)
-        elif self._verdict() is None:
-            self._condemn(self._search.judge(now), now)
-        if self._verdict() is not None:
-            self._ending_at = self._ending_at or now
-            self._end(now, None, 0.0, self._timings.kill)
-        elif all(worker.ended is not None for worker in self._workers):
+            self._declare_failure(
+                self._replacement.replace_ended_workers(
+                    self._workers, self._failure_search.find_failure
+                ),
+                now,
+            )
+        elif self._get_verdict() is None:
+            self._declare_failure(self._failure_search.find_first_failure(now), now)
+        if self._get_verdict() is not None:
+            self._ending_since = self._ending_since or now
+            self._end_workers(now, None, 0.0, self._timings.kill)
+        elif all(worker.ended_at is not None for worker in self._workers):
             self._peers.tell_finished()
 
-    def _ask(self, signum: int, now: float) -> None:
+    def _handle_end_signal(self, signum: int, now: float) -> None:
         """Handle a signal that asks for the end.
 
         SIGTERM makes this host leave if others can go on without it. Else the first signal ends the
@@ -323,20 +347,20 @@ class Supervisor:
         """
         if (
             signum == signal.SIGTERM
-            and self._mending is not None
-            and not self._leaving
-            and self._mending.leave(self._workers)
+            and self._replacement is not None
+            and not self._is_leaving
+            and self._replacement.order_leaving(self._workers)
         ):
-            self._leaving = True
-        elif self._asked is None:
-            self._asked, self._ending_at = signum, now
-            self._job_end.ask(signum)
+            self._is_leaving = True
+        elif self._end_signal is None:
+            self._end_signal, self._ending_since = signum, now
+            self._job_end.note_signal(signum)
             self._peers.tell_stopped(signum)
         else:
             for worker in self._workers:
-                worker.send(signal.SIGKILL)
+                worker.send_signal(signal.SIGKILL)
 
-    def _end(self, now: float, first: int | None, term: float, kill: float) -> None:
+    def _end_workers(self, now: float, first: int | None, term: float, kill: float) -> None:
         """End the workers, more forcefully as time goes on: call it again until all have ended.
 
         Args:
@@ -346,98 +370,109 @@ class Supervisor:
                 that it can write its last words.
             kill: Seconds after which they get SIGKILL.
         """
-        assert self._ending_at is not None
-        elapsed = now - self._ending_at
-        verdict = self._verdict() if first is None else None
+        assert self._ending_since is not None
+        elapsed = now - self._ending_since
+        verdict = self._get_verdict() if first is None else None
         for worker in self._workers:
             if first is not None:
-                worker.send(first)
+                worker.send_signal(first)
             if elapsed >= term + (
                 self._timings.last_words
                 if verdict is not None and verdict.rank == worker.rank
                 else 0.0
             ):
-                worker.send(signal.SIGTERM)
+                worker.send_signal(signal.SIGTERM)
             if elapsed > kill:
-                worker.send(signal.SIGKILL)
+                worker.send_signal(signal.SIGKILL)
 
-    def _condemn(self, failure: Failure | None, now: float) -> None:
+    def _declare_failure(self, failure: Failure | None, now: float) -> None:
         """End the job for this failure, if there is one, and tell the other hosts."""
         if failure is not None:
-            self._failure, self._told_at = failure, now
+            self._own_failure, self._failure_told_at = failure, now
             self._peers.tell_failed(failure)
 
-    def _verdict(self) -> Failure | None:
+    def _get_verdict(self) -> Failure | None:
         """The failure that ends the job: as decided by all hosts, else as seen here."""
-        return self._peers.verdict or self._failure
+        return self._peers.verdict or self._own_failure
 
-    def _conclude(self, wake_fd: int) -> None:
+    def _write_conclusion(self, wake_fd: int) -> None:
         """Write out all that is left, and last of all what ended the job."""
-        _read_out(self._workers, self._bar)
-        verdict = self._final()
-        if verdict is not None and self._asked is None:
-            if self._told is not None:
-                self._told(verdict)
-            self._repeat(verdict)
-            sequel = "" if self._restarts is None else self._restarts.words
+        _drain_output(self._workers, self._job_bar)
+        verdict = self._get_final_verdict()
+        if verdict is not None and self._end_signal is None:
+            if self._report_failure is not None:
+                self._report_failure(verdict)
+            self._repeat_last_words(verdict)
+            sequel = "" if self._restarts is None else self._restarts.sequel_words
             survives_nothing = (
-                self._restarts is None and self._mending is None and self._told is None
+                self._restarts is None
+                and self._replacement is None
+                and self._report_failure is None
             )
-            leftover = self._job_end.left(verdict, alone=survives_nothing) if not sequel else ""
+            leftover = (
+                self._job_end.note_failure(verdict, alone=survives_nothing) if not sequel else ""
+            )
             clauses = [
-                verdict.line(),
+                verdict.summary_line(),
                 leftover,
                 "its last words are above" if verdict.tail else "",
                 sequel,
             ]
-            self._err.say("; ".join(filter(None, clauses)))
-            _tell(self._watcher, verdict.line().removeprefix("paceline: "), sequel)
-        elif verdict is None and self._asked is None and not self._leaving and self._finished:
-            self._err.say(f"paceline: {self._finished}")
-        if self._job_end.line is not None:
-            self._err.say(self._job_end.line)
-        _flush(
-            {self._out, self._err},
+            self._err_screen.show_line("; ".join(filter(None, clauses)))
+            _show_to_watcher(
+                self._watcher, verdict.summary_line().removeprefix("paceline: "), sequel
+            )
+        elif (
+            verdict is None
+            and self._end_signal is None
+            and not self._is_leaving
+            and self._success_message
+        ):
+            self._err_screen.show_line(f"paceline: {self._success_message}")
+        if self._job_end.last_line is not None:
+            self._err_screen.show_line(self._job_end.last_line)
+        _flush_screens(
+            {self._out_screen, self._err_screen},
             wake_fd,
             self._timings,
-            lambda: self._asked is not None or bool(self._signals),
+            lambda: self._end_signal is not None or bool(self._pending_signals),
         )
 
-    def _repeat(self, verdict: Failure) -> None:
+    def _repeat_last_words(self, verdict: Failure) -> None:
         """Repeat the last words of the worker that failed.
 
         If it ran on this host, its output was shown before, and only the lines of the error are
         repeated.
         """
         ran_here = any(worker.rank == verdict.rank for worker in self._workers)
-        last_lines = error_lines(verdict.tail) if ran_here else verdict.tail.splitlines()
-        if last_lines and not self._said_last(verdict):
-            self._err.say(f"paceline: what rank {verdict.rank} said last:")
+        last_lines = extract_error_lines(verdict.tail) if ran_here else verdict.tail.splitlines()
+        if last_lines and not self._is_shown_last(verdict):
+            self._err_screen.show_line(f"paceline: what rank {verdict.rank} said last:")
             for line in last_lines:
-                self._err.put(
+                self._err_screen.put_line(
                     -1 if verdict.rank is None else verdict.rank,
                     line.encode(errors="replace") + b"\n",
                 )
 
-    def _said_last(self, verdict: Failure) -> bool:
+    def _is_shown_last(self, verdict: Failure) -> bool:
         """Whether the last words of the worker that failed are the last lines on the screen."""
         written = [
-            worker.streams[1].tail().splitlines()
+            worker.streams[1].get_tail().splitlines()
             for worker in self._workers
             if worker.rank == verdict.rank
         ]
         last_lines = verdict.tail.splitlines()
-        return self._err.last == verdict.rank and all(
+        return self._err_screen.last_writer == verdict.rank and all(
             lines[-len(last_lines) :] == last_lines for lines in written
         )
 
-    def _final(self) -> Failure | None:
+    def _get_final_verdict(self) -> Failure | None:
         """The verdict, with the exit code and the last words of its worker.
 
         They are known once the worker has ended, on its own host. Other hosts leave the verdict as
         it is.
         """
-        verdict = self._verdict()
+        verdict = self._get_verdict()
         failed_worker = next(
             (
                 worker
@@ -446,47 +481,51 @@ class Supervisor:
             ),
             None,
         )
-        return verdict if failed_worker is None else self._search.suspect(failed_worker) or verdict
+        return (
+            verdict
+            if failed_worker is None
+            else self._failure_search.find_failure(failed_worker) or verdict
+        )
 
-    def _code(self) -> int:
+    def _get_exit_code(self) -> int:
         """Exit code of the job."""
-        if self._asked is not None or self._leaving:
-            return 128 + (self._asked or signal.SIGTERM)
-        if self._restarts is not None and self._signals and self._restarts.take():
+        if self._end_signal is not None or self._is_leaving:
+            return 128 + (self._end_signal or signal.SIGTERM)
+        if self._restarts is not None and self._pending_signals and self._restarts.take_due():
             # The end was asked for after the workers had ended: the job doesn't start again.
-            return 128 + self._signals[0]
-        verdict = self._final()
+            return 128 + self._pending_signals[0]
+        verdict = self._get_final_verdict()
         return 0 if verdict is None else verdict.code
 
 
-def _begin(tasks: Sequence[WorkerCommand], watcher: RunWatcher | None) -> None:
+def _begin_serving(tasks: Sequence[WorkerCommand], watcher: RunWatcher | None) -> None:
     """Begin to serve the run to people, if its first worker is one of these."""
-    if watcher is not None and any(task.rank == 0 and not task.joining for task in tasks):
+    if watcher is not None and any(task.rank == 0 and not task.is_joining for task in tasks):
         watcher.begin_serving()
 
 
-def _read_out(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
+def _drain_output(workers: Sequence[WorkerProcess], bar: JobBar) -> None:
     """Settle the bar, and read what ended workers have left in their pipes."""
-    bar.follow(workers)
+    bar.show_progress(workers)
     for stream in (stream for worker in workers for stream in worker.streams):
-        while stream.open and readable(stream.descriptor, 0) and stream.read():
+        while stream.is_open and wait_readable(stream.descriptor, 0) and stream.read_output():
             continue
         stream.close()
 
 
-def _show(
+def _show_progress(
     workers: Sequence[WorkerProcess], watcher: RunWatcher | None, bar: JobBar, job_end: JobEnd
 ) -> None:
     """Tell the watcher in which folder the run is, and show its progress on the terminal."""
-    for record in (record for worker in workers for record in worker.take("writes")):
+    for record in (record for worker in workers for record in worker.take_records("writes")):
         folder = Path(str(record["folder"]))
-        job_end.follow(folder)
+        job_end.note_folder(folder)
         if watcher is not None:
             watcher.follow_run(folder)
-    bar.follow(workers)
+    bar.show_progress(workers)
 
 
-def _flush(
+def _flush_screens(
     screens: set[Screen], wake_fd: int, timings: SupervisorTimings, hurried: Callable[[], bool]
 ) -> None:
     """Write out what is left on the screens.
@@ -495,26 +534,26 @@ def _flush(
     """
     deadline = time.monotonic() + timings.flush
     for screen in screens:
-        while screen.pending:
+        while screen.has_pending:
             poll = select.poll()
             poll.register(screen.descriptor, select.POLLOUT)
             poll.register(wake_fd, select.POLLIN)
             ready_fds = [descriptor for descriptor, _ in poll.poll(1000 * timings.look)]
             if screen.descriptor in ready_fds:
-                screen.write()
+                screen.write_pending()
             elif hurried() and time.monotonic() > deadline:
-                screen.drop()
+                screen.drop_pending()
             if wake_fd in ready_fds:
-                _empty(wake_fd)
+                _drain_pipe(wake_fd)
 
 
-def _tell(watcher: RunWatcher | None, *words: str) -> None:
+def _show_to_watcher(watcher: RunWatcher | None, *words: str) -> None:
     """Show these words to the people who watch the run, if there is a watcher."""
     if watcher is not None:
         watcher.show_line("; ".join(filter(None, words)))
 
 
-def _empty(descriptor: int) -> None:
+def _drain_pipe(descriptor: int) -> None:
     """Read a pipe that doesn't block until it is empty."""
     try:
         while os.read(descriptor, 4096):

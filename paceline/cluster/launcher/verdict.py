@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.cluster.hosts.peers import Failure
-from paceline.cluster.launcher.last_words import last_words
-from paceline.cluster.launcher.worker import WorkerProcess, ending
-from paceline.timings import DEFAULTS, SupervisorTimings
+from paceline.cluster.launcher.last_words import extract_last_words
+from paceline.cluster.launcher.worker import WorkerProcess, describe_end
+from paceline.timings import DEFAULT_TIMINGS, SupervisorTimings
 
 
 class FailureSearch:
@@ -39,41 +39,41 @@ class FailureSearch:
         workers: Sequence[WorkerProcess],
         decided: Callable[[], bool],
         *,
-        timings: SupervisorTimings = DEFAULTS.supervisor,
+        timings: SupervisorTimings = DEFAULT_TIMINGS.supervisor,
     ) -> None:
-        self._host, self._workers, self._decided, self._timings = host, workers, decided, timings
-        self._signed_at: float | None = None  # monotonic
+        self._host, self._workers, self._is_decided, self._timings = host, workers, decided, timings
+        self._first_sign_at: float | None = None  # monotonic
 
     @property
-    def signed(self) -> bool:
+    def has_sign(self) -> bool:
         """Whether there has been a sign of a failure."""
-        return self._signed_at is not None
+        return self._first_sign_at is not None
 
-    def judge(self, now: float) -> Failure | None:
+    def find_first_failure(self, now: float) -> Failure | None:
         """Name the worker that failed first.
 
         None if no worker has failed, or if one that failed earlier may still show itself.
         """
-        if not self._suspects():
+        if not self._list_failures():
             return None
-        self._signed_at = self._signed_at or now
+        self._first_sign_at = self._first_sign_at or now
         # Search again: after the first sign, a worker that left without a word counts as failed.
-        first = cause(self._suspects(), self._timings.slack)
+        first = pick_first_failure(self._list_failures(), self._timings.slack)
         patience = self._timings.echo if first.is_echo else self._timings.culprit
-        if any(worker.rank == first.rank and worker.ended is None for worker in self._workers):
+        if any(worker.rank == first.rank and worker.ended_at is None for worker in self._workers):
             # Its record has come before its last words, which the other hosts are to see too.
             patience += self._timings.last_words
-        all_ended = all(worker.ended is not None for worker in self._workers)
-        return first if all_ended or now - self._signed_at > patience else None
+        all_ended = all(worker.ended_at is not None for worker in self._workers)
+        return first if all_ended or now - self._first_sign_at > patience else None
 
-    def suspect(self, worker: WorkerProcess) -> Failure | None:
+    def find_failure(self, worker: WorkerProcess) -> Failure | None:
         """The failure of this worker; None if it hasn't failed.
 
         It is found by the worker's own record, its exit code, or its leaving without a word.
         """
         now = time.time()
-        age = 0.0 if worker.ended is None else now - worker.ended + self._timings.slack
-        code = 0 if worker.was_sent or worker.ended is None else worker.code
+        age = 0.0 if worker.ended_at is None else now - worker.ended_at + self._timings.slack
+        code = 0 if worker.sent_signals or worker.ended_at is None else worker.exit_code
         failure = Failure(worker.rank, self._host, code or 1, "", age=age)
         record = next((record for record in worker.records if record["event"] == "failed"), None)
         if record is not None:
@@ -92,88 +92,102 @@ class FailureSearch:
                 words=words,
                 is_echo=is_echo,
                 age=age,
-                tail=_tail(worker, record),
+                tail=_get_last_words(worker, record),
             )
         if code:
             # Exit codes count as a little older than records, as they are noticed late. Not so
             # SIGABRT, by which libraries react to the failure of another worker.
             head_start = self._timings.slack if code == 128 + signal.SIGABRT else 0.0
-            return replace(failure, words=ending(code), age=age - head_start, tail=_tail(worker))
+            return replace(
+                failure,
+                words=describe_end(code),
+                age=age - head_start,
+                tail=_get_last_words(worker),
+            )
         left_silently = (
-            worker.ended is not None and not worker.was_sent and not worker.said("closed")
+            worker.ended_at is not None
+            and not worker.sent_signals
+            and not worker.has_reported("closed")
         )
-        if left_silently and worker.said("joined") and self._trains(worker):
+        if left_silently and worker.has_reported("joined") and self._others_train(worker):
             words = (
                 "left in the middle (exit code 0) while others were training: "
                 "it joined the run and never closed it"
             )
-            return replace(failure, words=words, tail=_tail(worker))
-        if left_silently and not worker.said("joined") and self._awaited(worker):
+            return replace(failure, words=words, tail=_get_last_words(worker))
+        if left_silently and not worker.has_reported("joined") and self._is_awaited(worker):
             words = (
                 "ended (exit code 0) before it joined the run, where others wait for it: "
                 "all workers have to come to pl.start"
             )
-            return replace(failure, words=words, tail=_tail(worker))
+            return replace(failure, words=words, tail=_get_last_words(worker))
         return None
 
-    def _awaited(self, leaver: WorkerProcess) -> bool:
+    def _is_awaited(self, leaver: WorkerProcess) -> bool:
         """Whether workers here are in a run that this one, which has ended, never joined."""
-        assert leaver.ended is not None
-        return bool(self._others()) and time.time() - leaver.ended > self._timings.left
+        assert leaver.ended_at is not None
+        return (
+            bool(self._list_training_workers())
+            and time.time() - leaver.ended_at > self._timings.left
+        )
 
-    def _others(self) -> list[WorkerProcess]:
+    def _list_training_workers(self) -> list[WorkerProcess]:
         """List the workers that are in a run."""
         return [
             worker
             for worker in self._workers
-            if worker.ended is None and worker.said("joined") and not worker.said("closed")
+            if worker.ended_at is None
+            and worker.has_reported("joined")
+            and not worker.has_reported("closed")
         ]
 
-    def _suspects(self) -> list[Failure]:
+    def _list_failures(self) -> list[Failure]:
         """List the failures of all workers that have failed."""
         return [
-            failure for worker in self._workers if (failure := self.suspect(worker)) is not None
+            failure
+            for worker in self._workers
+            if (failure := self.find_failure(worker)) is not None
         ]
 
-    def _trains(self, leaver: WorkerProcess) -> bool:
+    def _others_train(self, leaver: WorkerProcess) -> bool:
         """Whether others still train well after this worker has left.
 
         They may be on this host, or on hosts that haven't finished.
         """
-        if self.signed or self._decided():
+        if self.has_sign or self._is_decided():
             return True
-        assert leaver.ended is not None
-        others = self._others()
-        end_times = [worker.ended for worker in self._workers if worker.ended is not None]
-        since = leaver.ended if others else max(end_times)
+        assert leaver.ended_at is not None
+        others = self._list_training_workers()
+        end_times = [worker.ended_at for worker in self._workers if worker.ended_at is not None]
+        since = leaver.ended_at if others else max(end_times)
         some_run = len(end_times) < len(self._workers)
         return (bool(others) or not some_run) and time.time() - since > self._timings.left
 
 
-def _tail(worker: WorkerProcess, record: Mapping[str, object] | None = None) -> str:
+def _get_last_words(worker: WorkerProcess, record: Mapping[str, object] | None = None) -> str:
     """Last words of a worker that has failed, beginning with the error of this record."""
     fields = {} if record is None else record
     kind, message_lines = fields.get("type"), fields.get("more")
-    return last_words(
-        worker.streams[1].tail(),
+    return extract_last_words(
+        worker.streams[1].get_tail(),
         None if kind is None else str(kind),
         message_lines if isinstance(message_lines, int) else None,
     )
 
 
-def cause(suspects: list[Failure], slack: float) -> Failure:
+def pick_first_failure(suspects: list[Failure], slack: float) -> Failure:
     """Pick the failure that came first.
 
     Failures without a record that came within `slack` seconds have no order. Of these, one by a
     signal is the first, as the other workers noticed its death.
     """
     first = min(suspects, key=lambda failure: (failure.is_echo, -failure.age))
-    if first.words != ending(first.code):
+    if first.words != describe_end(first.code):
         return first
     together = [
         other
         for other in suspects
-        if other.words == ending(other.code) and first.age - other.age < slack
+        if other.words == describe_end(other.code) and first.age - other.age < slack
     ]
     return next(
         (other for other in together if other.code > 128 and other.code != 128 + signal.SIGABRT),

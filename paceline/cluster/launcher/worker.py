@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.cluster.control.progress import Page
+from paceline.cluster.control.progress import ProgressPage
 from paceline.cluster.launcher.output import OutputStream, Screen
 
 _PR_SET_PDEATHSIG = 1
@@ -36,17 +36,17 @@ class WorkerCommand:
         environ: Whole environment.
         descriptors: Descriptors that the worker inherits.
         page: Its progress page, if the job is observed.
-        number: Its number in views, if losses are survived (see `commands.named`).
+        number: Its number in views, if losses are survived (see `commands.make_worker_number`).
         joining: Whether other workers train already.
     """
 
     rank: int
-    command: Sequence[str]
+    command_line: Sequence[str]
     environ: dict[str, str]
     descriptors: tuple[int, ...]
-    page: Page | None = None
-    number: int | None = None
-    joining: bool = False
+    page: ProgressPage | None = None
+    worker_number: int | None = None
+    is_joining: bool = False
 
 
 @dataclass
@@ -65,34 +65,36 @@ class WorkerProcess:
     stack_fd: int
     records: list[dict[str, object]] = field(default_factory=list)
     status: dict[str, Any] | None = None  # progress of the run, until `take_status`
-    told_all: bool = False  # no more progress will be reported
-    ended: float | None = None  # time.time() of its end
-    reaped: bool = False
-    code: int = 0  # exit code as in a shell: 128+n for signal n
-    was_sent: set[int] = field(default_factory=set)  # signals
-    number: int = -1
-    joining: bool = False
-    _line: bytes = b""
+    has_told_all: bool = False  # no more progress will be reported
+    ended_at: float | None = None  # time.time() of its end
+    is_reaped: bool = False
+    exit_code: int = 0  # exit code as in a shell: 128+n for signal n
+    sent_signals: set[int] = field(default_factory=set)  # signals
+    worker_number: int = -1
+    is_joining: bool = False
+    _partial_line: bytes = b""
 
-    def said(self, event: str) -> bool:
+    def has_reported(self, event: str) -> bool:
         """Whether the worker has reported this event."""
         return any(record["event"] == event for record in self.records)
 
-    def take(self, event: str) -> list[dict[str, object]]:
+    def take_records(self, event: str) -> list[dict[str, object]]:
         """Take out the records of this event."""
         matching = [record for record in self.records if record["event"] == event]
         for record in matching:
             self.records.remove(record)
         return matching
 
-    def stack(self) -> str:
-        """The stack of the worker, if it was asked for (`commands.STACK`) and has come; else ""."""
+    def read_stack(self) -> str:
+        """The stack of the worker, if it was asked for (`commands.STACK_SIGNAL`) and has come;
+        else "".
+        """
         try:
             return os.read(self.stack_fd, 1 << 16).decode("utf-8", "replace")
         except BlockingIOError:
             return ""
 
-    def order(self, line: bytes) -> None:
+    def send_order(self, line: bytes) -> None:
         """Send the worker a command.
 
         A worker that is gone, or that has not read its commands for long, misses it.
@@ -102,7 +104,7 @@ class WorkerProcess:
         except (BrokenPipeError, BlockingIOError):
             return
 
-    def listen(self) -> None:
+    def read_reports(self) -> None:
         """Read the reports that have come from the worker."""
         try:
             data = os.read(self.records_fd, 1 << 16)
@@ -113,47 +115,47 @@ class WorkerProcess:
             self.records_fd = -1
             return
         # The last line may be incomplete: the rest of it comes later.
-        *lines, self._line = (self._line + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         for record in map(json.loads, lines):
             if record["event"] != "progress":
                 self.records.append(record)
             elif record["status"] is None:
-                self.told_all = True
+                self.has_told_all = True
             else:
-                self.status, self.told_all = record["status"], False
+                self.status, self.has_told_all = record["status"], False
 
     def take_status(self) -> dict[str, Any] | None:
         """Take out the latest progress of the run that the worker has reported, if there is any."""
         status, self.status = self.status, None
         return status
 
-    def look(self) -> None:
+    def check_end(self) -> None:
         """Note the time if the worker has ended. It isn't reaped."""
         if (
-            self.ended is None
+            self.ended_at is None
             and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             is not None
         ):
-            self.ended = time.time()
+            self.ended_at = time.time()
 
     def reap(self, seconds: float) -> None:
         """Reap the worker, which has ended, and read its last output.
 
         A process that escaped from its group may hold the pipes open: reading ends after `seconds`.
         """
-        self.reaped = True
+        self.is_reaped = True
         status = self.process.wait()
-        self.code = status if status >= 0 else 128 - status
+        self.exit_code = status if status >= 0 else 128 - status
         deadline = time.monotonic() + seconds
-        while self.records_fd >= 0 and readable(self.records_fd, 0):
-            self.listen()
+        while self.records_fd >= 0 and wait_readable(self.records_fd, 0):
+            self.read_reports()
         for stream in self.streams:
             while (
-                stream.open
-                and not stream.screen.full
-                and readable(stream.descriptor, deadline - time.monotonic())
+                stream.is_open
+                and not stream.screen.is_full
+                and wait_readable(stream.descriptor, deadline - time.monotonic())
             ):
-                stream.read()
+                stream.read_output()
         if self.records_fd >= 0:
             os.close(self.records_fd)
             self.records_fd = -1
@@ -162,22 +164,22 @@ class WorkerProcess:
             os.close(self.stack_fd)
             self.orders_fd = self.stack_fd = -1
 
-    def send(self, signum: int) -> None:
+    def send_signal(self, signum: int) -> None:
         """Send the worker a signal, unless it has been sent before."""
-        if self.ended is None and signum not in self.was_sent:
-            self.was_sent.add(signum)
+        if self.ended_at is None and signum not in self.sent_signals:
+            self.sent_signals.add(signum)
             # It isn't reaped yet, so the number is still its own.
             os.kill(self.process.pid, signum)
 
 
-def readable(descriptor: int, seconds: float) -> bool:
+def wait_readable(descriptor: int, seconds: float) -> bool:
     """Wait for at most `seconds` until a descriptor can be read. Returns whether it can."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(max(0.0, 1000 * seconds)))
 
 
-def start(
+def start_worker(
     task: WorkerCommand, prepare: Callable[[], None] | None, screens: tuple[Screen, Screen]
 ) -> WorkerProcess:
     """Start a worker as the leader of a process group of its own.
@@ -198,10 +200,12 @@ def start(
     }
     # A worker that writes its stack must not block if the launcher doesn't read.
     os.set_blocking(worker_stack_fd, False)
-    own_variables |= {} if task.number is None else {"PACELINE_WORKER": str(task.number)}
+    own_variables |= (
+        {} if task.worker_number is None else {"PACELINE_WORKER": str(task.worker_number)}
+    )
     try:
         process = subprocess.Popen(
-            task.command,
+            task.command_line,
             env={**task.environ, **own_variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -214,7 +218,7 @@ def start(
         for descriptor in (report_fd, worker_orders_fd, worker_stack_fd):
             os.close(descriptor)
     if task.page is not None:
-        task.page.started(process.pid)
+        task.page.write_process(process.pid)
     assert process.stdout is not None and process.stderr is not None
     # Copies of the descriptors, as Popen closes its own when it is collected.
     output_fds = [os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())]
@@ -226,7 +230,7 @@ def start(
         OutputStream(task.rank, output_fds[0], screens[0]),
         OutputStream(task.rank, output_fds[1], screens[1]),
     )
-    worker_number = -1 if task.number is None else task.number
+    worker_number = -1 if task.worker_number is None else task.worker_number
     return WorkerProcess(
         task.rank,
         process,
@@ -234,12 +238,12 @@ def start(
         records_fd,
         orders_fd,
         stack_fd,
-        number=worker_number,
-        joining=task.joining,
+        worker_number=worker_number,
+        is_joining=task.is_joining,
     )
 
 
-def ending(code: int) -> str:
+def describe_end(code: int) -> str:
     """End of a process in words. An exit code above 128 stands for a signal, as in a shell."""
     if code <= 128:
         return f"failed with exit code {code}"
@@ -249,7 +253,7 @@ def ending(code: int) -> str:
         return f"failed with exit code {code}"
 
 
-def preparation(launcher: int) -> Callable[[], None] | None:
+def make_preparation(launcher: int) -> Callable[[], None] | None:
     """Make the function that a worker runs between fork and exec; None if this isn't Linux.
 
     It has the worker die with its launcher, and lets it receive Ctrl-C even if the launcher's shell

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.at_exit import at_exit
+from paceline.at_exit import call_at_exit
 from paceline.comm.group_protocol import Group, Work, needs_inference_mode, resume_mode
 from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.solo import SoloGroup
@@ -83,7 +83,7 @@ class Issuer:
                 )
                 self._thread.start()
                 # A thread that is inside torch while Python ends takes the process down with it.
-                self._unregister = at_exit(self._end_thread)
+                self._unregister = call_at_exit(self._end_thread)
         self._waiting.put(issued)
         return issued
 

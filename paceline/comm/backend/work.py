@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 else:
     from torch.distributed import Work as TorchWork
 
-from paceline.at_exit import at_exit
+from paceline.at_exit import call_at_exit
 from paceline.comm.backend.pass_thread import PassThread
 from paceline.comm.backend.uncompiled import mark_uncompiled
 from paceline.comm.backward_pass import call_at_end_of_backward, is_inside_backward
@@ -320,7 +320,7 @@ class Completer:
             )
             self._thread.start()
             # A thread that is inside torch while Python ends takes the process down with it.
-            self._unregister = at_exit(self.close)
+            self._unregister = call_at_exit(self.close)
         if (soon and thread is None) or self._idle:
             self._wake.set()
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.at_exit import at_exit
+from paceline.at_exit import call_at_exit
 from paceline.comm.group_protocol import Group, Traffic, Work
 from paceline.comm.hierarchy.hosts_group import EndsTogether, HostsGroup
 from paceline.comm.hierarchy.staged_executor import Flow, StagedExecutor, StagedJob, Steps
@@ -61,7 +61,7 @@ class CodedAllReduce:
         self.leaders_beside = None if leaders is None else _duplicate_group(leaders)
         self._executor = StagedExecutor("relay", stages + 1, self._spread_error)
         # A thread that is inside torch while Python ends takes the process down with it.
-        self._unregister = at_exit(self.close)
+        self._unregister = call_at_exit(self.close)
 
     @property
     def is_leader(self) -> bool:
@@ -119,12 +119,12 @@ class CodedAllReduce:
         # A codec works in float32.
         total = flat if flat.dtype == torch.float32 else flat.float()
         if self._inner is not None:
-            with self.trace.span("sum", "within"):
+            with self.trace.measure_span("sum", "within"):
                 self._inner.all_reduce(total, out=total).wait()
         stages_used = 0
         if self.leaders is not None:
             exchange, result = way(total, self._stage_groups), None
-            with self.trace.span(name, "between"):
+            with self.trace.measure_span(name, "between"):
                 while True:
                     try:
                         work = exchange.send(result)
@@ -137,7 +137,7 @@ class CodedAllReduce:
         for _ in range(self._stages - stages_used):
             yield None
         if self._handout_group is not None:
-            with self.trace.span("hand out", "within"):
+            with self.trace.measure_span("hand out", "within"):
                 self._handout_group.broadcast(total, root=0).wait()
         if total is not flat:
             flat.copy_(total)

@@ -23,7 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from paceline.at_exit import at_exit
+from paceline.at_exit import call_at_exit
 from paceline.comm import fingerprint, reduction_rules
 from paceline.comm.collectives import (
     GeneratorWork,
@@ -118,7 +118,7 @@ class HostsGroup:
         self._rails: Rails | None = None  # all ranks have them, or none
         self._executor = StagedExecutor("hosts", 2, self._spread_error)
         # A thread that is inside torch while Python ends takes the process down with it.
-        self._unregister = at_exit(self.close)
+        self._unregister = call_at_exit(self.close)
 
     @property
     def _other_groups(self) -> list[Group]:

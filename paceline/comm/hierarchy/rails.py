@@ -129,9 +129,9 @@ class Rails:
             {host: own for host in self._others},
             {host: parts[self._places[host][inner_rank]] for host in self._others},
         )
-        self._trace.record("all-gather", "between", begun, time.perf_counter_ns())
+        self._trace.record_span("all-gather", "between", begun, time.perf_counter_ns())
         # ... and hands them out inside its host: one gather for each host, all begun at once.
-        with self._trace.span("hand out", "within"):
+        with self._trace.measure_span("hand out", "within"):
             host_parts = [[parts[rank] for rank in host_ranks] for host_ranks in self._places]
             for places, work in [
                 (places, gather_into(self._handout_group, places[inner_rank], places))
@@ -170,13 +170,13 @@ class Rails:
         )
         # Inside the host: one row for each host on the rail, the sum of that host's piece.
         sums = torch.empty((self.rail.size, width), dtype=held)
-        with self._trace.span("sum", "within"):
+        with self._trace.measure_span("sum", "within"):
             for ranks, total in zip(self._places, sums, strict=True):
                 self._sum_in_host([parts[rank] for rank in ranks], total, added)
         received = {host: torch.empty(width, dtype=held) for host in self._others}
         begun = time.perf_counter_ns()
         yield self._exchange_on_rail({host: sums[host] for host in self._others}, received)
-        self._trace.record("reduce-scatter", "between", begun, time.perf_counter_ns())
+        self._trace.record_span("reduce-scatter", "between", begun, time.perf_counter_ns())
         # Add in the order of hosts, on every rank. The row of this host is its own sum.
         total, *terms = [received.get(host, sums[host]) for host in range(self.rail.size)]
         for term in terms:

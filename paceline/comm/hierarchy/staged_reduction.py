@@ -71,7 +71,7 @@ class ReductionStages:
         total = out if held == out.dtype else torch.empty(out.numel(), dtype=held)
         # Stage 1: sum inside the host.
         if self._inner.size > 1:
-            with self._trace.span("sum", "within"):
+            with self._trace.measure_span("sum", "within"):
                 inside(total.copy_(own) if own.dtype != total.dtype else own, total, added).wait()
         elif own.data_ptr() != total.data_ptr():
             total.copy_(own)
@@ -79,10 +79,10 @@ class ReductionStages:
         begun, crossing = time.perf_counter_ns(), self._exchange_leaders(total, added, across)
         yield crossing
         if crossing is not None:
-            self._trace.record("all-reduce", "between", begun, time.perf_counter_ns())
+            self._trace.record_span("all-reduce", "between", begun, time.perf_counter_ns())
         # Stage 3: the leader hands the result out. Each rank divides a mean and rounds by itself.
         if self._handout_group is not None:
-            with self._trace.span("hand out", "within"):
+            with self._trace.measure_span("hand out", "within"):
                 self._handout_group.broadcast(total, root=0).wait()
         reduction_rules.finish_reduction(op, total, self._size)
         if total is not out:

@@ -200,7 +200,7 @@ class ControlNetwork:
         self.rank, self.size, self.names = rank, len(names), tuple(names)
         self.links: dict[int, ControlLink] = {}
         try:
-            self._listener = network.listen(address)
+            self._listener = network.open_listener(address)
         except OSError as error:
             raise PlaceError(
                 f"can't listen on {address} ({error.strerror or error}): "
@@ -248,7 +248,7 @@ class ControlNetwork:
         end = time.monotonic() + deadline
         # Call the lower ranks.
         for peer in range(self.rank):
-            name, key = self.names[peer], store.derive(f"control {others[peer].token}")
+            name, key = self.names[peer], store.derive_store_key(f"control {others[peer].token}")
             seconds_left = max(0.0, end - time.monotonic())
             ranks = (self.rank, peer)
             connection = call_worker(
@@ -263,7 +263,7 @@ class ControlNetwork:
             self._add_link(connection, peer, deadline)
         # Let the higher ranks in. Each caller proves itself in a thread, as some may say nothing.
         key, callers = (
-            store.derive(f"control {self.listening.token}"),
+            store.derive_store_key(f"control {self.listening.token}"),
             range(self.rank + 1, self.size),
         )
         crowd, news = UnprovedCallers(STRANGERS), select.poll()

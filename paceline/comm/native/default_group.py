@@ -74,7 +74,7 @@ class DefaultProcessGroup:
         self.why = ""  # why there is no default group at all
         if dist.is_initialized():
             return
-        carrier = os.environ.get(INTERFACE) or network.carrier(address)
+        carrier = os.environ.get(INTERFACE) or network.find_interface_name(address)
         if carrier is None:
             self.why = (
                 f"the network interface of {address} is unknown, so torch.distributed has no "
@@ -105,7 +105,7 @@ class DefaultProcessGroup:
             )
             raise PlaceError(
                 f"{text}: leave that variable out, or name an interface of this machine in it; "
-                f"{network.advice()}"
+                f"{network.format_interface_advice()}"
             ) from error
         sys.excepthook = hook  # the hook of torch repeats the rank before each line
         self._group = dist.group.WORLD

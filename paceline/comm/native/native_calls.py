@@ -208,7 +208,7 @@ def make_nccl(store: Store, fabric: GlooTransport) -> Any:
     options = nccl.Options()
     # Private to torch, which sets it in the same way.
     options._timeout = timedelta(seconds=fabric.deadline)
-    return nccl(store.sub("nccl").torch, fabric.rank, fabric.size, options)
+    return nccl(store.open_substore("nccl").torch, fabric.rank, fabric.size, options)
 
 
 def stage_input(x: Tensor, out: Tensor, held: torch.dtype) -> Tensor:

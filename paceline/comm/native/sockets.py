@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed  # noqa: F401  makes the names below known
 
-from paceline.cluster.store import Store, over
+from paceline.cluster.store import Store, wrap_store
 from paceline.errors import DeadlineExceeded, PlaceError, ResourceError, WorkerLost
 
 if TYPE_CHECKING:  # torch's stubs know these names only where they come from
@@ -75,7 +75,7 @@ class GroupSockets:
         """
         self._rank, self._size = rank, size
         answers = self._gather_values(
-            over(store), "listen", [self.address, self._ports, more], deadline
+            wrap_store(store), "listen", [self.address, self._ports, more], deadline
         )
         for peer, (address, ports, _) in enumerate(answers):
             self._ranks.update({(address, port): peer for port in ports})
@@ -86,7 +86,9 @@ class GroupSockets:
         own_ends = [
             local for local, remote, _ in self._open_connections() if local[1] not in self._ports
         ]
-        for peer, ends in enumerate(self._gather_values(over(store), "ends", own_ends, deadline)):
+        for peer, ends in enumerate(
+            self._gather_values(wrap_store(store), "ends", own_ends, deadline)
+        ):
             self._ranks.update({(address, port): peer for address, port in ends})
         self._expected = Counter(
             self._ranks[remote]
@@ -101,9 +103,11 @@ class GroupSockets:
         # Ask again and again: a wait inside the store would hear no signals, and name no ranks.
         for peer in range(self._size):
             nap = _SHORTEST_NAP
-            while not store.has([f"{key}/{peer}"]):
+            while not store.has_keys([f"{key}/{peer}"]):
                 if time.monotonic() >= end:
-                    missing = tuple(r for r in range(self._size) if not store.has([f"{key}/{r}"]))
+                    missing = tuple(
+                        r for r in range(self._size) if not store.has_keys([f"{key}/{r}"])
+                    )
                     text = (
                         f"a group of {self._size} ranks was to be made, and ranks {list(missing)} "
                         f"have not come within {deadline:g} s"

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from paceline import callsite
-from paceline.cluster.store import Store, over
+from paceline.cluster.store import Store, wrap_store
 from paceline.comm import collectives, fingerprint, reduction_rules, schedule
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.fingerprint import DIGEST, CallFingerprint
@@ -139,7 +139,11 @@ class TorchGroup:
             cancel_scope=cancel_scope,
         )
         group = cls(
-            fabric, over(store), backend=backend, meter=TrafficMeter(rank, size, hosts), view=view
+            fabric,
+            wrap_store(store),
+            backend=backend,
+            meter=TrafficMeter(rank, size, hosts),
+            view=view,
         )
         group._address = address
         return group
@@ -166,7 +170,7 @@ class TorchGroup:
         """
         self.check_call(CallFingerprint("reserve"))
         self._reserved_parts += 1
-        return self._store.sub(f"sub{self._reserved_parts}"), self._address
+        return self._store.open_substore(f"sub{self._reserved_parts}"), self._address
 
     @property
     def waited(self) -> float:
@@ -185,7 +189,7 @@ class TorchGroup:
         if any(answer[:DIGEST] != own_digest for answer in answers) or call.flaw:
             # All ranks see the same digests, so all of them exchange the texts for the error.
             texts = self._transport.gather_table(
-                "calls", msgpack.packb((str(call), call.flaw, callsite.place())), str(call)
+                "calls", msgpack.packb((str(call), call.flaw, callsite.find_user_line())), str(call)
             )
             heads = [msgpack.unpackb(text) for text in texts]
             fingerprint.check_calls_agree(
@@ -253,10 +257,10 @@ class TorchGroup:
             self._record_span(began)
             return out
 
-        return collectives.GeneratorWork(steps()) if self.trace.kept else work
+        return collectives.GeneratorWork(steps()) if self.trace.keeps_spans else work
 
     def _record_span(self, began: int) -> None:
-        self.trace.record(
+        self.trace.record_span(
             "all-reduce",
             "between" if len(set(self._meter.hosts)) > 1 else "within",
             began,
@@ -350,7 +354,7 @@ class TorchGroup:
         if self.rank not in ranks:
             return None
         return TorchGroup.from_store(
-            self._store.sub(f"sub{self._reserved_parts}"),
+            self._store.open_substore(f"sub{self._reserved_parts}"),
             list(ranks).index(self.rank),
             len(ranks),
             backend=self.backend,

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from paceline import callsite
-from paceline.at_exit import at_exit
-from paceline.cluster.store import Store, over
+from paceline.at_exit import call_at_exit
+from paceline.cluster.store import Store, wrap_store
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group_protocol import needs_inference_mode, resume_mode
 from paceline.comm.native import sockets, waitposts
@@ -214,9 +214,9 @@ class GlooTransport:
         self.data: Any = None
         if size == 1:
             return
-        self._control, sealed = ControlNetwork(address, rank, names), over(store)
+        self._control, sealed = ControlNetwork(address, rank, names), wrap_store(store)
         # A thread that is inside torch while Python ends takes the process down with it.
-        self._unregister = at_exit(self.close)
+        self._unregister = call_at_exit(self.close)
         try:
             self._connect(sealed, address)
         except BaseException:
@@ -227,7 +227,7 @@ class GlooTransport:
         rank, size, deadline = self.rank, self.size, self.deadline
         self._group_sockets = sockets.GroupSockets(address, 1, [self._control.listening.port])
         with _explaining_store_loss(size):
-            self._waitposts = waitposts.Waitposts(sealed.sub("lookout"), rank, size)
+            self._waitposts = waitposts.Waitposts(sealed.open_substore("lookout"), rank, size)
             others = self._group_sockets.announce_listeners(
                 sealed, rank, size, deadline, self._control.listening
             )
@@ -236,7 +236,7 @@ class GlooTransport:
             sealed, [ListeningAddress(*other) for other in others], deadline, self._raise_if_broken
         )
         self.data = sockets.connect_gloo(
-            self._group_sockets.devices[0], sealed.sub("data").torch, rank, size, deadline
+            self._group_sockets.devices[0], sealed.open_substore("data").torch, rank, size, deadline
         )
         with _explaining_store_loss(size):
             self._group_sockets.trace_connections(sealed, deadline)
@@ -345,7 +345,7 @@ class GlooTransport:
                 now = time.monotonic()
                 # From here on, tell the others about this wait, and look at theirs.
                 if now >= grace:
-                    place = place if watched else callsite.place()
+                    place = place if watched else callsite.find_user_line()
                     watched = True
                     self._waitposts.post_wait(
                         RankWait(wait[0], wait[1], wait[2] + place, dict(self.made))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.cluster.store import Store, over
+from paceline.cluster.store import Store, wrap_store
 from paceline.comm.p2p.connection import SILENCE
 from paceline.comm.waitgraph import RankWait, find_stuck
 from paceline.errors import SecretError, WorkerLost
@@ -37,7 +37,7 @@ class Waitposts:
     """
 
     def __init__(self, store: TorchStore | Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = over(store), rank, size
+        self._store, self._rank, self._size = wrap_store(store), rank, size
         self._changed = threading.Condition()
         self._wait: RankWait | None = None
         self._thread: threading.Thread | None = None
@@ -75,7 +75,7 @@ class Waitposts:
 
         def ask() -> None:
             try:
-                kind, text, ranks = self._store.first("verdict", own)
+                kind, text, ranks = self._store.set_if_absent("verdict", own)
                 answers.append(GroupEnd(str(kind), str(text), tuple(map(int, ranks))))
             except (WorkerLost, SecretError, ValueError, TypeError):
                 return  # the store is gone, too, or a stranger writes to it
@@ -117,7 +117,7 @@ class Waitposts:
     def _look_at_others(self, own: RankWait) -> dict[int, RankWait]:
         # One question to the store for all ranks.
         ranks = [rank for rank in range(self._size) if rank != self._rank]
-        posts = self._store.look([f"wait/{rank}" for rank in ranks])
+        posts = self._store.read_values([f"wait/{rank}" for rank in ranks])
         waits = {
             rank: wait
             for rank, post in zip(ranks, posts, strict=True)

@@ -31,7 +31,7 @@ from paceline.comm.p2p.memory_pool import SMALLEST, MemoryPool, view_tensor
 from paceline.comm.p2p.pair_message import LONGEST, PairMessage, unpack_header
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import DeadlineExceeded, PacelineError, SecretError, WorkerLost
-from paceline.state.snapshot import raw
+from paceline.state.snapshot import view_cpu_bytes
 
 MAGIC = b"pacepair"
 HELLO = struct.Struct("<8sI16s")  # MAGIC, rank of the sender, nonce
@@ -209,7 +209,7 @@ def admit_sender(
 
 def _make_proof(key: bytes, side: str, ranks: tuple[int, int], nonces: bytes) -> bytes:
     """Make the proof of one side. `ranks`: of the sender and the receiver."""
-    return secrets.sign(key, side.encode(), struct.pack("<II", *ranks), nonces)
+    return secrets.sign_parts(key, side.encode(), struct.pack("<II", *ranks), nonces)
 
 
 def _tune_connection(connection: socket.socket) -> None:
@@ -294,7 +294,7 @@ def message_frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]
     """
     return [
         memoryview(LENGTH.pack(len(header)) + header),
-        *(raw(x).numpy().data for x in tensors if x.numel()),
+        *(view_cpu_bytes(x).numpy().data for x in tensors if x.numel()),
     ]
 
 

@@ -259,7 +259,7 @@ class PairNetwork:
         self.closed = False
         self.ways: dict[int, NetworkWay] = {}
         self._store = store
-        self._listener = network.listen(address)
+        self._listener = network.open_listener(address)
         self._strangers = UnprovedCallers(STRANGERS)
         self.listening = ListeningAddress(
             address, self._listener.getsockname()[1], random.token_hex(16)
@@ -285,7 +285,7 @@ class PairNetwork:
 
     def derive_key(self, token: str) -> bytes:
         """Derive the key of connections to the worker that has drawn `token`."""
-        return self._store.derive(f"pairs {token}")
+        return self._store.derive_store_key(f"pairs {token}")
 
     def rest_until(self, work: ReceiveWork, seconds: float) -> None:
         """Sleep until `work` may have its message, or `seconds` pass."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.at_exit import at_exit
+from paceline.at_exit import call_at_exit
 from paceline.cluster.store import Store
 from paceline.comm.group_protocol import FinishedWork, Traffic, Work
 from paceline.comm.p2p.network_way import PairNetwork
@@ -93,7 +93,7 @@ class ProcessPairs:
             **self._shared,
             **remote,
         }
-        self._unregister = at_exit(self.close)
+        self._unregister = call_at_exit(self.close)
 
     def _make_shared_way(self, rank: int) -> SharedWay:
         setting = self._setting

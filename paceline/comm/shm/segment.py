@@ -241,7 +241,7 @@ class ControlSegment:
             self._write_bytes(
                 self._own_cell * 8 + CELLS,
                 msgpack.packb(
-                    [str(call)[:400], call.flaw[:400], call.place, callsite.place()[-200:]]
+                    [str(call)[:400], call.flaw[:400], call.place, callsite.find_user_line()[-200:]]
                 ),
             )
             self.post()
@@ -317,7 +317,9 @@ class ControlSegment:
             answers, marks = self._swap_mail(payload, mark, call, call_number)
             if call.flaw or any(other != mark for other in marks):
                 texts, _ = self._swap_mail(
-                    msgpack.packb([str(call)[:400], call.flaw[:400], callsite.place()[-200:]]),
+                    msgpack.packb(
+                        [str(call)[:400], call.flaw[:400], callsite.find_user_line()[-200:]]
+                    ),
                     0,
                     call,
                     call_number,

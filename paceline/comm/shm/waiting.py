@@ -248,7 +248,7 @@ class RankWaiter:
             wait = (
                 awaited.channel,
                 awaited.number,
-                str(awaited.what)[:400] + callsite.place(),
+                str(awaited.what)[:400] + callsite.find_user_line(),
                 self.made,
             )
         verdict: Verdict | None = None

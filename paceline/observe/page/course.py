@@ -16,7 +16,7 @@ from paceline.observe.page.decimation import (
     sum_stretches,
     summarize_stretches,
 )
-from paceline.trace import PARTS, SENT
+from paceline.trace import DESTINATIONS, STEP_PARTS
 
 # Most stretches of the time of single workers.
 MAX_LOOKS: Final = 120
@@ -37,8 +37,8 @@ def summarize_steps(metrics: MetricsReader) -> dict[str, Any]:
         "time": to_json_numbers(last_values(columns.time, begins)),
         "count": np.diff(np.append(begins, len(columns.step))).tolist(),
         "samples": to_json_numbers(sum_stretches(columns.samples, begins)),
-        "seconds": {part: to_json_numbers(seconds[:, at]) for at, part in enumerate(PARTS)},
-        "bytes_sent": {to: to_json_numbers(sent[:, at]) for at, to in enumerate(SENT)},
+        "seconds": {part: to_json_numbers(seconds[:, at]) for at, part in enumerate(STEP_PARTS)},
+        "bytes_sent": {to: to_json_numbers(sent[:, at]) for at, to in enumerate(DESTINATIONS)},
     }
 
 
@@ -68,7 +68,7 @@ def summarize_values(
             "bad": stretch_values.bad.tolist(),
             **{
                 to: to_json_numbers(np.interp(step, *totals[to])) if len(totals[to][0]) else []
-                for to in SENT
+                for to in DESTINATIONS
             },
         }
     return curves
@@ -79,9 +79,11 @@ def _cumulate_bytes(
 ) -> dict[str, tuple[Floats, Floats]]:
     """Return the bytes that were sent up to each step."""
     if columns.sent.any() or usual is None:
-        return {to: (columns.step, columns.sent[:, at].cumsum()) for at, to in enumerate(SENT)}
+        return {
+            to: (columns.step, columns.sent[:, at].cumsum()) for at, to in enumerate(DESTINATIONS)
+        }
     count = np.arange(1.0, len(columns.step) + 1)
-    return {to: (columns.step, count * usual[to]) for to in SENT}
+    return {to: (columns.step, count * usual[to]) for to in DESTINATIONS}
 
 
 def summarize_looks(metrics: MetricsReader) -> dict[str, Any]:
@@ -109,7 +111,9 @@ def _worker_shares(piece: Sequence[WorkerLook], name: str) -> list[float] | None
     """
     rows = [look.workers[name] for look in piece if name in look.workers]
     _, *part_seconds, late_seconds = (
-        [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * (len(PARTS) + 2)
+        [sum(column) for column in zip(*rows, strict=True)]
+        if rows
+        else [0.0] * (len(STEP_PARTS) + 2)
     )
     total = sum(part_seconds)
     return (

@@ -17,7 +17,7 @@ from paceline.observe.page.events import classify_event
 from paceline.observe.verdict import make_verdict
 from paceline.record.folder import RunFolder
 from paceline.record.pipeline_profile import PipelineProfile
-from paceline.trace import PARTS, SENT
+from paceline.trace import DESTINATIONS, STEP_PARTS
 
 # Most actions of a pipeline that are drawn.
 MAX_SPANS: Final = 3000
@@ -84,12 +84,12 @@ def _read_so_far(folder: RunFolder, facts: RunFacts, metrics: MetricsReader) -> 
         "seconds": facts.seconds,
         "samples_per_second": facts.samples / seconds_in_steps if seconds_in_steps > 0 else None,
         "final_loss": facts.final_loss,
-        "step_seconds": {part: facts.step_seconds[part] for part in PARTS},
+        "step_seconds": {part: facts.step_seconds[part] for part in STEP_PARTS},
     }
     # The summary has the bytes of a mean step. Until there is one, the metrics give them.
     if facts.steps:
         fields["bytes_sent"] = dict(
-            zip(SENT, metrics.steps.sent.mean(axis=0).tolist(), strict=True)
+            zip(DESTINATIONS, metrics.steps.sent.mean(axis=0).tolist(), strict=True)
         )
     known_fields: dict[str, Any] = to_strict_values({**read_live_fields(folder), **fields})
     return known_fields

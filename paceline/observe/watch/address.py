@@ -30,7 +30,7 @@ class WatchAddress:
             UsageError: `text` has another form.
         """
         host, _, port = text.rpartition(":")
-        port_number = network.port(port)
+        port_number = network.parse_port(port)
         if port_number is None:
             raise UsageError(
                 f"{option} {text} isn't [HOST:]PORT, such as 8080 or 0.0.0.0:8080 (port 0 is any "
@@ -45,7 +45,7 @@ class WatchAddress:
             UsageError: The port is in use, or the host is not one of this machine.
         """
         try:
-            return network.listen(network.resolve(self.host)[0], self.port)
+            return network.open_listener(network.resolve_host(self.host)[0], self.port)
         except OSError as error:
             port_in_use = (
                 f"port {self.port} is in use on {self.host}: give another one, "
@@ -77,8 +77,8 @@ class PageGuard:
         """
         return (
             cls()
-            if network.loopback(listening.getsockname()[0])
-            else cls(secret.derive(key, "paceline watch", 16).hex())
+            if network.is_loopback(listening.getsockname()[0])
+            else cls(secret.derive_key(key, "paceline watch", 16).hex())
         )
 
 

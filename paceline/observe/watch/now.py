@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 from paceline.observe.facts import read_fields
 from paceline.record.folder import RunFolder
 from paceline.record.live import GONE_SECONDS, is_writer_alive
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 
 # Seconds without a change after which the page says so. A step takes less in most runs.
 SILENT_SECONDS: Final = 60.0
@@ -140,7 +140,7 @@ def _state_from_fields(name: str, fields: Mapping[str, Any], *, ended: bool) -> 
     """Convert the fields of live.json or a summary."""
     live = {} if ended else fields["live"]
     recent = live.get("recent") or {}
-    parts = {part: float(recent.get(part, fields["step_seconds"][part])) for part in PARTS}
+    parts = {part: float(recent.get(part, fields["step_seconds"][part])) for part in STEP_PARTS}
     late_fields, recent_seconds = (
         live.get("late"),
         sum(parts.values()) * float(recent.get("steps", 0)),

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
-from paceline.cluster.discover import environment
+from paceline.cluster.discover import copy_environment
 from paceline.errors import UsageError
 from paceline.observe.watch.address import (
     PageGuard,
@@ -78,7 +78,7 @@ class WatchedJob:
             pass_fds=[listening.fileno()],
             # Ctrl-C goes to the launcher alone. This process shows how the job ends.
             process_group=0,
-            env={**environment(), "OMP_NUM_THREADS": "1"},
+            env={**copy_environment(), "OMP_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None
         # If the server hangs, the pipe fills up. A blocking write would then stop the launcher.

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from paceline.formatting import counted, spoken
+from paceline.formatting import format_count, format_duration
 from paceline.observe.page.markup import Markup, element, join_markup
 from paceline.observe.tables import format_seconds
 from paceline.observe.watch.now import LateRank, RunNow
 from paceline.record.status_line import LATE_SECONDS, LATE_SHARE
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 
 MAX_EVENTS: Final = 12  # events that are listed
 _STATE_WORDS: Final = {
@@ -73,9 +73,9 @@ def _draw_figures(now: RunNow) -> Markup | None:
     if now.samples_per_second is not None:
         cells.append(("samples/s", f"{now.samples_per_second:,.0f}"))
     if now.seconds is not None:
-        cells.append(("since its start", spoken(now.seconds)))
+        cells.append(("since its start", format_duration(now.seconds)))
     if now.seconds_left is not None:
-        cells.append(("left, about", spoken(now.seconds_left)))
+        cells.append(("left, about", format_duration(now.seconds_left)))
     cells.append(("workers", str(now.workers)))
     if now.checkpoints:
         cells.append(("checkpoints", str(now.checkpoints)))
@@ -96,7 +96,7 @@ def _draw_parts(now: RunNow) -> Markup | None:
     step_seconds = sum(now.parts.values())
     if step_seconds <= 0:
         return None
-    shares = {part: now.parts[part] / step_seconds for part in PARTS}
+    shares = {part: now.parts[part] / step_seconds for part in STEP_PARTS}
     subject = "a mean step" if now.state == "ended" else "the last steps"
     # `flex-grow` divides the width among the parts.
     bar = [
@@ -172,7 +172,9 @@ def _draw_hosts(now: RunNow) -> Markup | None:
         for host, ranks in now.cluster
     ]
     note = f"; samples of each in a batch of {sum(now.shares):,}" if shares_by_rank else ""
-    title = f"{counted(now.workers, 'worker')} on {counted(len(now.cluster), 'host')}{note}"
+    title = (
+        f"{format_count(now.workers, 'worker')} on {format_count(len(now.cluster), 'host')}{note}"
+    )
     return element(
         "table", {"class": "hosts"}, element("caption", None, title), element("tbody", None, *rows)
     )
@@ -191,7 +193,7 @@ def _draw_events(now: RunNow) -> Markup | None:
     if not now.events:
         return None
     rows = [
-        element("li", None, element("time", None, spoken(max(time, 0.0))), " ", what)
+        element("li", None, element("time", None, format_duration(max(time, 0.0))), " ", what)
         for time, what in reversed(now.events[-MAX_EVENTS:])
     ]
     return element(

@@ -138,7 +138,7 @@ class PageServer:
                 )
         # On loopback there is no token, so DNS rebinding has to be prevented: another site could
         # point its own name at this address, and its pages could then read this one.
-        elif not network.literal(_parse_host_name(request.host)):
+        elif not network.is_written_as_local(_parse_host_name(request.host)):
             return web.Response(status=403, text="this page is served for localhost\n")
         return await handler(request)
 

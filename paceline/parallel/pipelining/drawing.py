@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.parallel.pipelining.schedule import LETTERS, Action, Kind, PipelineSchedule
 from paceline.parallel.pipelining.simulate import ActionSpan, PipelineTimeline
 
@@ -81,7 +81,10 @@ def _write_heading(schedule: PipelineSchedule) -> list[str]:
     """Write what is drawn, and how to read it."""
     chunks = schedule.stages // schedule.ranks
     count = schedule.micro_batches
-    counts = [counted(schedule.ranks, "rank"), f"{count} micro-batch{'' if count == 1 else 'es'}"]
+    counts = [
+        format_count(schedule.ranks, "rank"),
+        f"{count} micro-batch{'' if count == 1 else 'es'}",
+    ]
     each = f", {chunks} stages on each" if chunks > 1 else ""
     parts = ["F0: forward of micro-batch 0"]
     parts += (

@@ -36,15 +36,15 @@ from paceline.parallel.pipelining.stage_messages import (
 class Passes(Protocol):
     """Backward passes of one step, which count as one pass."""
 
-    def begin(self, *, last: bool) -> None:
+    def begin_pass(self, *, last: bool) -> None:
         """Begin a pass. If it is the `last`, gradients of its parameters are complete with it."""
         ...
 
-    def gather(self, parameters: Sequence[Tensor]) -> None:
+    def gather_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Make these parameters whole again, as the second half of a backward uses their layers."""
         ...
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """End a pass."""
         ...
 
@@ -289,12 +289,12 @@ class PipelinePass:
     def _run_whole_backward(self, action: Action, held: _SavedForward) -> list[Tensor | None]:
         """Go back through a stage, and return the gradients of its inputs."""
         assert self._passes is not None
-        self._passes.begin(last=action == self._schedule.last_action(action.stage))
+        self._passes.begin_pass(last=action == self._schedule.last_action(action.stage))
         if held.outputs:
             torch.autograd.backward(held.outputs, held.grads)
         # Ending is collective for workers with parts of the stage, whether or not anything was
         # reached.
-        self._passes.end()
+        self._passes.end_pass()
         return [entry.grad for entry in held.entries]
 
     def _run_input_half(self, action: Action, held: _SavedForward) -> list[Tensor | None]:
@@ -315,10 +315,10 @@ class PipelinePass:
         if held.later is None:
             self._run_whole_backward(action, held)
             return
-        self._passes.begin(last=action == self._schedule.last_action(action.stage))
-        self._passes.gather(held.later.missing_parameters())
+        self._passes.begin_pass(last=action == self._schedule.last_action(action.stage))
+        self._passes.gather_parameters(held.later.missing_parameters())
         split_backward.compute_weight_gradients(held.later)
-        self._passes.end()
+        self._passes.end_pass()
 
     # ---- messages
 

@@ -47,15 +47,15 @@ class JoinablePasses(Passes, Protocol):
         """Whether nothing is exchanged yet at the end of this step."""
         ...
 
-    def delay(self, parameters: Sequence[Tensor]) -> None:
+    def delay_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Exchange gradients of these parameters at the end of the step only."""
         ...
 
-    def total(self, parameter: Tensor) -> Tensor | None:
+    def accumulated_total(self, parameter: Tensor) -> Tensor | None:
         """Sum of a delayed parameter's gradients in this step; None if it has none."""
         ...
 
-    def put(self, parameter: Tensor, total: Tensor) -> None:
+    def set_accumulated(self, parameter: Tensor, total: Tensor) -> None:
         """Replace the gradient that the step has added up for a delayed parameter."""
         ...
 
@@ -200,7 +200,7 @@ class PipelinedModel:
         self._active_calls = list[bool]()
         model.forward = _StageForward(self._active_calls)
         self._zone, self._has_drawn = RandomZone(group.rank), False
-        self.steps = 0
+        self.steps_made = 0
         # Kinds of calls of a followed model for which all stages know which results they need.
         self._followed_kinds = set[str]()
 
@@ -250,7 +250,7 @@ class PipelinedModel:
             passes = around.enter_context(joined()) if train else None
             if passes is not None:
                 # Tied weights get gradients from several stages, so they are exchanged at the end.
-                passes.delay([self._trained(tie.parameter) for tie in self.ties])
+                passes.delay_gradients([self._trained(tie.parameter) for tie in self.ties])
             with self._profiler.measure_step(len(batches), train=train):
                 done = self._executor.run_schedule(
                     schedule, batches, share.compute_loss, passes, where=where
@@ -348,7 +348,7 @@ class PipelinedModel:
 
         Raises on all workers if one of them can't go on, or has another batch.
         """
-        where = f"{why} {self.steps}"
+        where = f"{why} {self.steps_made}"
         # An error is held back until all workers are told of it: they would wait for this one.
         wrong, batches, rows, kind = list[PacelineError](), list[MicroBatch](), 0, ""
         try:
@@ -388,7 +388,7 @@ class PipelinedModel:
                 )
         if isinstance(self._graph, FollowedGraph) and kind not in self._followed_kinds:
             self._follow_forward(self._graph, kind, batches[:1], where)
-        self.steps += 1
+        self.steps_made += 1
         return batches, where
 
     def _end_step(
@@ -437,14 +437,14 @@ class PipelinedModel:
             if tie.group is None or not tie.parameter.requires_grad:
                 continue
             trained = self._trained(tie.parameter)
-            own = passes.total(trained)
+            own = passes.accumulated_total(trained)
             # With a gradient on any of them, all of these workers take part in the sum.
             reached = any(
                 answer == b"+" for answer in tie.group.gather_bytes(b"-" if own is None else b"+")
             )
             if reached:
                 total = torch.zeros_like(trained) if own is None else own
-                passes.put(
+                passes.set_accumulated(
                     trained,
                     tie.group.all_reduce(total, name="tied weights").wait()
                     if total.numel()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal, get_args
 
 from paceline.errors import UsageError
-from paceline.formatting import unknown
+from paceline.formatting import describe_unknown_choice
 from paceline.parallel.pipelining.schedule import Action, PipelineSchedule
 
 Work = Sequence[tuple[int, int]]  # stages, each with a micro-batch
@@ -196,7 +196,7 @@ def make_schedule(
 
 def _find_chunks(name: str, ranks: int, micro_batches: int, chunks: int | None) -> int:
     """Find the number of stages on each rank. Raises `UsageError` for an impossible schedule."""
-    if wrong := unknown("schedule", name, ScheduleName):
+    if wrong := describe_unknown_choice("schedule", name, ScheduleName):
         raise UsageError(wrong)
     for what, value in (("ranks", ranks), ("micro_batches", micro_batches)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.parallel.pipelining.schedule import (
     Action,
     Kind,
@@ -206,7 +206,7 @@ def _check_times(schedule: PipelineSchedule, times: StageTimes, speeds: Sequence
             continue
         if len(values) != length:
             raise UsageError(
-                f"{name} has {counted(len(values), 'value')}: "
+                f"{name} has {format_count(len(values), 'value')}: "
                 f"for {schedule.name} here it needs {length}"
             )
         if name != "links" and any(

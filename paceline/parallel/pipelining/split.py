@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
-from paceline.formatting import counted, sized
+from paceline.formatting import format_bytes, format_count
 from paceline.parallel.pipelining.schedule import COMPLETING_KINDS, PipelineSchedule
 from paceline.parallel.pipelining.simulate import PipelineTimeline, StageTimes, simulate_schedule
 
@@ -91,7 +91,7 @@ class SplitProblem:
         ranks, stages = self.schedule.ranks, self.schedule.stages
         if len(self.costs) < stages:
             raise UsageError(
-                f"{counted(len(self.costs), 'layer')} can't fill {stages} stages; "
+                f"{format_count(len(self.costs), 'layer')} can't fill {stages} stages; "
                 "take fewer stages, or name more layers"
             )
         lengths = {"speeds": ranks, "memory": ranks, "links": stages - 1}
@@ -104,7 +104,7 @@ class SplitProblem:
             values = values_by_name[name]
             if values is not None and len(values) != length:
                 raise UsageError(
-                    f"{name} has {counted(len(values), 'value')}; here it needs {length}"
+                    f"{name} has {format_count(len(values), 'value')}; here it needs {length}"
                 )
         if not all(0 < speed < float("inf") for speed in self.speeds):
             raise UsageError(f"speeds are {list(self.speeds)}; each has to be above 0")
@@ -267,8 +267,8 @@ def check_split(counts: Sequence[int], layers: Sequence[str], stages: int) -> li
     split = list(counts)
     if len(split) != stages or sum(split) != len(layers) or min(split) < 1:
         raise UsageError(
-            f"split={split} doesn't deal {counted(len(layers), 'layer')} to "
-            f"{counted(stages, 'stage')}: "
+            f"split={split} doesn't deal {format_count(len(layers), 'layer')} to "
+            f"{format_count(stages, 'stage')}: "
             f"it needs {stages} numbers above 0 with the sum {len(layers)}, such as "
             f"{make_even_split(len(layers), stages)}"
         )
@@ -284,9 +284,11 @@ def _explain_memory(problem: SplitProblem, memory: Sequence[float]) -> str:
     activation_bytes = problem.simulate_split(counts).kept_bytes[worst]
     return (
         f"no split of these {len(problem.costs)} layers fits: the one that needs least, {counts}, "
-        f"takes {sized(needed[worst])} on worker {worst}, which has {sized(memory[worst])} "
-        f"({sized(needed[worst] - activation_bytes)} for parameters, gradients and optimizer, "
-        f"{sized(activation_bytes)} "
+        f"takes {format_bytes(needed[worst])} on worker {worst}, which has "
+        f"{format_bytes(memory[worst])} "
+        f"({format_bytes(needed[worst] - activation_bytes)} for parameters, gradients and "
+        "optimizer, "
+        f"{format_bytes(activation_bytes)} "
         "for activations); take more stages, smaller micro-batches or activation checkpointing"
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from paceline.formatting import sized
+from paceline.formatting import format_bytes
 from paceline.parallel.pipelining.split import LayerCost, SplitProblem, make_even_split
 
 HEAD = ("stage", "worker", "layers", "time", "share", "parameters")
@@ -28,7 +28,7 @@ def describe_split(problem: SplitProblem, counts: Sequence[int]) -> str:
             _name_layers(part),
             _format_time(busy[stage]),
             f"{busy[stage] / (sum(busy) or 1):.0%}",
-            sized(sum(cost.parameters for cost in part)),
+            format_bytes(sum(cost.parameters for cost in part)),
         )
         rows.append((str(stage), str(placed[stage]), *cells))
     return "\n".join(
@@ -52,12 +52,12 @@ def _align_rows(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
 
 def _describe_memory(problem: SplitProblem, counts: Sequence[int]) -> Iterator[str]:
     room = [
-        "" if problem.memory is None else f" of {sized(problem.memory[rank])}"
+        "" if problem.memory is None else f" of {format_bytes(problem.memory[rank])}"
         for rank in range(problem.schedule.ranks)
     ]
     needs = enumerate(zip(problem.memory_bytes(counts), room, strict=True))
     yield "memory: " + ", ".join(
-        f"worker {rank} {sized(need)}{have}" for rank, (need, have) in needs
+        f"worker {rank} {format_bytes(need)}{have}" for rank, (need, have) in needs
     )
 
 

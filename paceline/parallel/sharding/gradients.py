@@ -273,7 +273,7 @@ class ShardGradients:
         # A large gradient and its copy in the bucket need room for two buckets.
         if 2 * grad.numel() > bucket.memory.layout.padded_numel:
             self._wait_for_room(0)
-        bucket.add_gradient(index, grad, self._sink.weigh())
+        bucket.add_gradient(index, grad, self._sink.pass_weight())
         # Frees its memory before this worker waits for others.
         del grad
         self._used[bucket_index][index] = True
@@ -315,7 +315,7 @@ class ShardGradients:
                 bucket.memory.pieces, bucket.wait_for_pieces(self._meter), used, strict=True
             ):
                 if counts:
-                    self._sink.take(piece, grad)
+                    self._sink.take_cut_gradient(piece, grad)
 
     def gather(self, parameters: Sequence[Tensor]) -> None:
         """Make the units of these whole parameters whole. Collective."""

@@ -90,7 +90,7 @@ def cut_layers(
     """
     # Private: the model that torch.compile has wrapped.
     model = getattr(model, "_orig_mod", model)
-    size = context.mesh.extent(AXIS)
+    size = context.mesh.axis_size(AXIS)
     # Checks. A region covers all modules inside of it.
     named = _find_named(model, layers)
     _refuse_wrapped(model)
@@ -460,7 +460,7 @@ def _changed_numbers(before: Mapping[str, Any], module: nn.Module) -> dict[str, 
 
 def _cut_parameter(parameter_cut: _ParameterCut, context: CutContext, rank: int) -> None:
     """Leave a parameter its local part. It stays the same object, for optimizers and ties."""
-    parameter, size = parameter_cut.parameter, context.mesh.extent(AXIS)
+    parameter, size = parameter_cut.parameter, context.mesh.axis_size(AXIS)
     placement = context.placements.placement_of(parameter, parameter_cut.name)
     placement = placement.cut_dim(parameter_cut.dim, parameter_cut.find_ranges(rank, size), AXIS)
     # The gradient has to go while the shape changes.

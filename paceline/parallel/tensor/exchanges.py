@@ -185,13 +185,13 @@ class TensorAxis:
 class _CopyInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: TensorAxis, name: str) -> Tensor:
-        ctx.exchanged = axis, name
+        ctx.record_wait = axis, name
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, name = ctx.exchanged
+        axis, name = ctx.record_wait
         return axis.reduce_tensor(grad, f"gradient of the input of {name}"), None, None
 
 
@@ -213,39 +213,39 @@ class _SumOutput(torch.autograd.Function):
 class _JoinOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: TensorAxis, name: str) -> Tensor:
-        ctx.exchanged = axis, dim, name
+        ctx.record_wait = axis, dim, name
         return axis.gather_pieces(x, dim, f"output of {name}")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, name = ctx.exchanged
+        axis, dim, name = ctx.record_wait
         return axis.view_piece(grad, dim, name), None, None, None
 
 
 class _SplitInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: TensorAxis, name: str) -> Tensor:
-        ctx.exchanged = axis, dim, name
+        ctx.record_wait = axis, dim, name
         return axis.view_piece(x, dim, f"input of {name}").clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, name = ctx.exchanged
+        axis, dim, name = ctx.record_wait
         return axis.gather_pieces(grad, dim, f"gradient of the input of {name}"), None, None, None
 
 
 class _GatherInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: TensorAxis, name: str) -> Tensor:
-        ctx.exchanged = axis, dim, name
+        ctx.record_wait = axis, dim, name
         return axis.gather_pieces(x, dim, f"input of {name}")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, name = ctx.exchanged
+        axis, dim, name = ctx.record_wait
         return (
             axis.reduce_scatter_pieces(grad, dim, f"gradient of the input of {name}"),
             None,
@@ -257,26 +257,30 @@ class _GatherInput(torch.autograd.Function):
 class _ScatterOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, axis: TensorAxis, name: str) -> Tensor:
-        ctx.exchanged = axis, dim, name
+        ctx.record_wait = axis, dim, name
         return axis.reduce_scatter_pieces(x, dim, f"output of {name}")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, name = ctx.exchanged
+        axis, dim, name = ctx.record_wait
         return axis.gather_pieces(grad, dim, f"gradient of the output of {name}"), None, None, None
 
 
 class _ShareParameters(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, axis: TensorAxis, name: str, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchanged = axis, name, [(parameter.shape, parameter.dtype) for parameter in parameters]
+        ctx.record_wait = (
+            axis,
+            name,
+            [(parameter.shape, parameter.dtype) for parameter in parameters],
+        )
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        axis, name, kinds = ctx.exchanged
+        axis, name, kinds = ctx.record_wait
         # One exchange for all gradients, in a dtype that holds each of them.
         places = [place for place in range(len(grads)) if ctx.needs_input_grad[2 + place]]
         kind = functools.reduce(

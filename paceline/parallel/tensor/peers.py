@@ -21,7 +21,7 @@ from paceline.errors import ReplicasDiffer, UsageError
 from paceline.parallel.containers import tree_leaves
 from paceline.parallel.tensor.exchanges import TensorAxis, exclude_from_compile
 from paceline.parallel.tensor.vocab import VocabLogits
-from paceline.state.checksum import checksums
+from paceline.state.checksum import compute_checksums
 
 # Compared elements of an output; their tolerance, relative to the largest.
 SAMPLE, TOLERANCE = 64, 1e-2
@@ -97,7 +97,7 @@ def _compare_parameters(axis: TensorAxis, parameters: Sequence[tuple[str, Parame
     kind = (
         f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.get_num_threads()}"
     )
-    numbers = [f"{checksum:x}" for checksum in checksums([p.detach() for _, p in here])]
+    numbers = [f"{checksum:x}" for checksum in compute_checksums([p.detach() for _, p in here])]
     answers = axis.gather_objects([kind, numbers], "whole parameters")
     # On different processors, or with different numbers of threads, last bits may differ.
     if any(other != kind for other, _ in answers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 
 
 class Style:
@@ -25,7 +25,7 @@ class column(Style):
             Default: False.
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
     parts: int = 1
     gather: bool = False
 
@@ -47,7 +47,7 @@ class row(Style):
             features that a layer cut by columns has divided.
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
     split: bool = False
 
 
@@ -61,7 +61,7 @@ class vocab(Style):
     gather them first.
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class sequence(Style):
         dim: Dimension of the sequence in the module's first argument and in its result. Default: 1.
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
     dim: int = 1
 
     def __post_init__(self) -> None:
@@ -97,11 +97,11 @@ class summed(Style):
     Norms of single heads need that, between a layer cut by columns and one cut by rows.
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
 
 @dataclass(frozen=True)
 class experts(Style):
     """Divide the inner features of every expert of a mixture, as transformers implements them."""
 
-    __repr__ = spell
+    __repr__ = format_as_call

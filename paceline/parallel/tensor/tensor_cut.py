@@ -23,7 +23,7 @@ from typing import Literal
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.parallel.cut import CutContext
 from paceline.parallel.tensor import application, plans
 from paceline.parallel.tensor.styles import Style
@@ -51,7 +51,7 @@ class tensor:
             be divided.
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     layers: Mapping[str, Style] | Literal["auto"]
     divide: Sequence[str] = ()
@@ -88,6 +88,6 @@ class tensor:
     def apply(self, model: nn.Module, context: CutContext) -> None:
         layers, divide = self.layers, list(self.divide)
         if isinstance(layers, str):
-            layers, plan_divide = plans.find_plan(model, context.mesh.extent(self.axis))
+            layers, plan_divide = plans.find_plan(model, context.mesh.axis_size(self.axis))
             divide = [*plan_divide, *(pattern for pattern in divide if pattern not in plan_divide)]
         application.cut_layers(model, layers, divide, context, compare=self.compare)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from paceline.cluster.machine import memory_size
+from paceline.cluster.machine import measure_memory
 from paceline.errors import PacelineError, UsageError
 from paceline.parallel.containers import tree_leaves
 from paceline.parallel.tensor.cut_layers import SequenceRegion, TensorCutModule, find_uncut_class
@@ -157,7 +157,9 @@ class _UncutComparison:
         device = next(
             (parameter.device for parameter in parameters.values() if parameter.is_cuda), None
         )
-        free = memory_size().free // size if device is None else torch.cuda.mem_get_info(device)[0]
+        free = (
+            measure_memory().free // size if device is None else torch.cuda.mem_get_info(device)[0]
+        )
         return here and (
             not free or 2 * size * sum(parameter.nbytes for parameter in parameters.values()) < free
         )

@@ -290,14 +290,14 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing:
             losses = losses * (1 - smoothing) + (logarithm - sums[2] / words) * smoothing
         ctx.save_for_backward(z, logarithm + largest, local, own, counted)
-        ctx.exchanged = smoothing, words
+        ctx.record_wait = smoothing, words
         return losses.masked_fill(~counted, 0).to(z.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         z, logarithm, local, own, counted = ctx.saved_tensors
-        smoothing, words = ctx.exchanged
+        smoothing, words = ctx.record_wait
         # The softmax, as exp(z - log of the sum), is computed again: saving it would need memory.
         slope = (z.to(logarithm.dtype) - logarithm.unsqueeze(-1)).exp_()
         if smoothing:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.record.logged.host_copy import HostCopy
-from paceline.state.snapshot import loads, pack
+from paceline.state.snapshot import make_snapshot, snapshot_from_bytes
 
 TORCHMETRICS: Final = "torchmetrics"
 # Private attributes of torchmetrics.Metric that compute() reads besides the state: the number of
@@ -74,13 +74,13 @@ class HeldMetricState:
 
     def pack_state(self) -> bytes:
         """Return the bytes that the first worker needs."""
-        return pack(
+        return make_snapshot(
             [
                 [count, {name: _read_state(state) for name, state in states.items()}]
                 for count, states in self._parts
             ],
             copy=False,
-        ).dumps()
+        ).to_bytes()
 
 
 def _copy_state(state: Tensor | list[Tensor]) -> HostCopy | list[HostCopy]:
@@ -129,7 +129,7 @@ class MetricValues:
                 f"run.log({name}=...) got a metric on other workers but "
                 "not on the first one, which combines them; log it on all workers"
             )
-        workers = [loads(state).unpack() for state in states]
+        workers = [snapshot_from_bytes(state).unpack_state() for state in states]
         if not any(count for worker in workers for count, _ in worker):
             return {}
         with _merge_states(find_metrics(metric), workers):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.trace import PARTS, SENT
+from paceline.trace import DESTINATIONS, STEP_PARTS
 
 # Seconds between two looks at all workers: at least this, and at least this share of the time so
 # far. Looks become rarer, so that a day has only a few thousand.
@@ -27,16 +27,16 @@ class MemberTotals:
     `late` is the seconds by which it was later than usual.
     """
 
-    steps: int = 0
-    seconds: list[float] = field(default_factory=lambda: [0.0] * len(PARTS))
+    steps_made: int = 0
+    seconds: list[float] = field(default_factory=lambda: [0.0] * len(STEP_PARTS))
     late: float = 0.0
-    sent: list[int] = field(default_factory=lambda: [0] * len(SENT))
+    sent: list[int] = field(default_factory=lambda: [0] * len(DESTINATIONS))
     first_step: int = 0  # first step; 0 before there is one
     last_step: int = 0
 
     def add_step(self, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
         """Add a step with its seconds of PARTS and bytes of SENT."""
-        self.steps += 1
+        self.steps_made += 1
         self.first_step, self.last_step = self.first_step or step, step
         for at, value in enumerate(seconds):
             self.seconds[at] += value
@@ -45,7 +45,7 @@ class MemberTotals:
 
     def add_totals(self, other: MemberTotals) -> None:
         """Add the totals of later steps of the same worker."""
-        self.steps, self.late = self.steps + other.steps, self.late + other.late
+        self.steps_made, self.late = self.steps_made + other.steps_made, self.late + other.late
         self.first_step, self.last_step = (
             self.first_step or other.first_step,
             other.last_step or self.last_step,
@@ -110,7 +110,7 @@ class RunMembers:
         self._next_look = time + max(LOOK_INTERVAL, LOOK_SHARE * time)
         return {
             str(worker): [
-                totals.steps,
+                totals.steps_made,
                 *(round(value, 6) for value in (*totals.seconds, totals.late)),
             ]
             for worker, totals in sorted(self._move_recent().items())
@@ -136,17 +136,17 @@ class RunMembers:
                 "rank": self._present_workers.index(worker)
                 if worker in self._present_workers
                 else None,
-                "steps": totals.steps,
+                "steps": totals.steps_made,
                 "first_step": totals.first_step,
                 "last_step": totals.last_step,
                 "seconds": {
-                    part: value / max(totals.steps, 1)
-                    for part, value in zip(PARTS, totals.seconds, strict=True)
+                    part: value / max(totals.steps_made, 1)
+                    for part, value in zip(STEP_PARTS, totals.seconds, strict=True)
                 },
-                "late": totals.late / max(totals.steps, 1),
+                "late": totals.late / max(totals.steps_made, 1),
                 "bytes_sent": {
-                    where: value / max(totals.steps, 1)
-                    for where, value in zip(SENT, totals.sent, strict=True)
+                    where: value / max(totals.steps_made, 1)
+                    for where, value in zip(DESTINATIONS, totals.sent, strict=True)
                 },
             }
             for worker, totals in totals_by_worker.items()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.cluster.discover import Place
 from paceline.data.loader import ShareLoader
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.prepare.registry import Prepared
 from paceline.record.folder import script_name
 
@@ -38,7 +38,7 @@ def collect_settings(
         "script": script_name(),
         "arguments": hide_secrets(sys.argv[1:]),
         "seed": seed,
-        "cut": [spell(cut) for cut in prepared.cuts.applied],
+        "cut": [format_as_call(cut) for cut in prepared.cuts.applied],
         "optimizers": [read_hyperparameters(optimizer) for optimizer in prepared.optimizers],
         "parameters": None
         if prepared.cuts.applied

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 
 if TYPE_CHECKING:
     from paceline.record.trackers.tracker import Tracker
@@ -62,7 +62,8 @@ def parse_trackers(asked: str | Sequence[str] | None) -> tuple[TrackerSpec, ...]
     for spec in specs:
         if spec.name not in REQUIRED_MODULES:
             raise UsageError(
-                f"report_to={str(spec)!r} is unknown; {choices(spec.name, list(REQUIRED_MODULES))}"
+                f"report_to={str(spec)!r} is unknown; "
+                f"{format_choices(spec.name, list(REQUIRED_MODULES))}"
             )
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):

@@ -19,7 +19,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from paceline.cluster import network
 from paceline.comm.p2p.connection import UnprovedCallers
 from paceline.errors import UsageError
-from paceline.formatting import printable
+from paceline.formatting import escape_unprintable
 from paceline.record.logged.media import MediaItem
 from paceline.record.trackers.tracker import TrackedEvent, TrackedRun, TrackedStep, TrackedSummary
 
@@ -42,7 +42,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     request_queue_size = 128
 
     def __init__(self, address: tuple[str, int], handler: type[WSGIRequestHandler]) -> None:
-        self.address_family = network.family(address[0])
+        self.address_family = network.address_family(address[0])
         self._crowd = UnprovedCallers(MAX_CALLERS)
         super().__init__(address, handler)
 
@@ -180,7 +180,7 @@ class PrometheusTracker:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         assert self._run is not None
-        run = printable(self._run.name)
+        run = escape_unprintable(self._run.name)
 
         def counter(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
             """Return a counter with its values by labels."""
@@ -204,7 +204,9 @@ class PrometheusTracker:
                 (str(worker), cause): value for (worker, cause), value in self._late_seconds.items()
             }
             logged = {(name,): value for name, value in self._last_values.items()}
-        settings = {name: printable(str(value)) for name, value in self._run.settings.items()}
+        settings = {
+            name: escape_unprintable(str(value)) for name, value in self._run.settings.items()
+        }
         yield gauge(
             "paceline_run_info",
             "What runs here: always 1.",
@@ -246,7 +248,7 @@ def _parse_address(detail: str) -> tuple[str, int]:
     """Parse PORT or HOST:PORT. An IPv6 address is in brackets."""
     host, _, port = detail.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or LOOPBACK
-    port_number = network.port(port) if detail else DEFAULT_PORT
+    port_number = network.parse_port(port) if detail else DEFAULT_PORT
     if port_number is None:
         raise UsageError(
             f"report_to='prometheus:{detail}' has no port; write prometheus:PORT or "

@@ -19,9 +19,9 @@ from torch import Size, Tensor
 
 from paceline.codec.auto import auto
 from paceline.codec.codec import Codec, after, error_feedback, gathered, plain, scattered, where
-from paceline.codec.coding import Coding, exact, nbytes, parts
+from paceline.codec.coding import Coding, count_message_bytes, exact, split_message
 from paceline.codec.powersgd import powersgd
-from paceline.codec.words import words
+from paceline.codec.words import codec_words
 from paceline.comm.bucket_layout import Bucket
 from paceline.errors import Mismatch, UsageError
 
@@ -41,26 +41,26 @@ class CodingPhase(NamedTuple):
 Phases = tuple[CodingPhase, ...]
 
 
-def check(codec: Any) -> None:
+def check_codec(codec: Any) -> None:
     """Raise `UsageError` if any part of a codec can't be used on the way to a server."""
-    for leaf in _leaves(codec):
-        _plainly(leaf)
+    for leaf in _iterate_leaves(codec):
+        _get_leaf_coding(leaf)
 
 
-def _leaves(codec: Any) -> Iterator[Any]:
+def _iterate_leaves(codec: Any) -> Iterator[Any]:
     if isinstance(codec, where):
-        yield from _leaves(codec.then)
-        yield from _leaves(codec.otherwise)
+        yield from _iterate_leaves(codec.then)
+        yield from _iterate_leaves(codec.otherwise)
     elif isinstance(codec, after):
-        yield from _leaves(codec.codec)
-        yield from _leaves(codec.before)
+        yield from _iterate_leaves(codec.codec)
+        yield from _iterate_leaves(codec.before)
     elif isinstance(codec, error_feedback):
-        yield from _leaves(codec.codec)
+        yield from _iterate_leaves(codec.codec)
     else:
         yield codec
 
 
-def _plainly(leaf: Any) -> Coding | None:
+def _get_leaf_coding(leaf: Any) -> Coding | None:
     """Get the coding of a leaf of a codec; None for exact. Raises `UsageError` if it has none."""
     if leaf is None or isinstance(leaf, exact | plain):
         return None
@@ -83,61 +83,63 @@ def _plainly(leaf: Any) -> Coding | None:
             f"a codec is wanted, such as int8() or error_feedback(topk(0.01)), got {leaf!r}"
         )
     # Writing it checks that a server can make it, too.
-    write(leaf)
+    pack_coding(leaf)
     coding: Coding = leaf
     return coding
 
 
-def phases(codec: Codec | Coding | None, name: str, shape: Size) -> Phases:
+def make_phases(codec: Codec | Coding | None, name: str, shape: Size) -> Phases:
     """Make the phases of a parameter with this name and shape.
 
     Raises `UsageError` as `check_codec` does.
     """
-    codec_phases = _phases(codec, name, shape)
+    codec_phases = _make_codec_phases(codec, name, shape)
     return codec_phases if any(phase.coding is not None for phase in codec_phases) else ()
 
 
-def _phases(codec: Any, name: str, shape: Size) -> Phases:
+def _make_codec_phases(codec: Any, name: str, shape: Size) -> Phases:
     if isinstance(codec, where):
-        return _phases(
+        return _make_codec_phases(
             codec.then if codec.predicate.holds(name, shape) else codec.otherwise, name, shape
         )
     if isinstance(codec, error_feedback):
         return tuple(
             phase._replace(feedback=phase.coding is not None)
-            for phase in _phases(codec.codec, name, shape)
+            for phase in _make_codec_phases(codec.codec, name, shape)
         )
     if isinstance(codec, after):
         # Early phases end at `codec.steps`. Late phases begin there at the earliest. A late phase
         # that ends before is left out: it would begin in the same turn as the next one.
         early = [
-            phase for phase in _phases(codec.before, name, shape) if phase.begins < codec.steps
+            phase
+            for phase in _make_codec_phases(codec.before, name, shape)
+            if phase.begins < codec.steps
         ]
         late = [
             phase._replace(begins=max(phase.begins, codec.steps))
-            for phase in _phases(codec.codec, name, shape)
+            for phase in _make_codec_phases(codec.codec, name, shape)
         ]
         return (
             *early,
             *(
                 phase
                 for phase, following in zip(late, [*late[1:], None], strict=True)
-                if _lasts(phase, following)
+                if _is_ever_used(phase, following)
             ),
         )
-    return (CodingPhase(0, _plainly(codec)),)
+    return (CodingPhase(0, _get_leaf_coding(codec)),)
 
 
-def _lasts(phase: CodingPhase, following: CodingPhase | None) -> bool:
+def _is_ever_used(phase: CodingPhase, following: CodingPhase | None) -> bool:
     return following is None or phase.begins < following.begins
 
 
-def at(phases: Phases, turn: int) -> CodingPhase:
+def get_phase(phases: Phases, turn: int) -> CodingPhase:
     """Get the phase of this turn."""
     return next((phase for phase in reversed(phases) if phase.begins <= turn), CodingPhase(0, None))
 
 
-def decode(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: int) -> Tensor:
+def decode_push(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: int) -> Tensor:
     """Decode a worker's push of a unit.
 
     Args:
@@ -153,18 +155,18 @@ def decode(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: i
     Raises:
         Mismatch: for a message of another size.
     """
-    coding = at(phases, turn).coding
+    coding = get_phase(phases, turn).coding
     if coding is None:
         return message
     flat = bucket.flat
-    expected_bytes = nbytes(coding, flat.numel())
+    expected_bytes = count_message_bytes(coding, flat.numel())
     if message.dtype != torch.uint8 or message.shape != (expected_bytes,):
         raise Mismatch(
             f"{coding!r} of {flat.numel()} elements is uint8 [{expected_bytes}], and not "
             f"{message.dtype} {list(message.shape)}"
         )
     gradient = torch.empty(flat.numel(), dtype=torch.float32)
-    coding.decode(parts(coding, flat.numel(), message), gradient)
+    coding.decode(split_message(coding, flat.numel(), message), gradient)
     # Decoding doesn't know about unused pieces, which have to be zero.
     for view, reached in zip(bucket.views_over(gradient), used, strict=True):
         if not reached:
@@ -176,58 +178,62 @@ def decode(phases: Phases, bucket: Bucket, message: Tensor, used: bytes, turn: i
 
 
 @cache
-def kinds() -> Mapping[str, Any]:
+def import_codings() -> Mapping[str, Any]:
     """Import all codings of paceline. Returns their classes by name."""
-    locations = {word: location.split(":")[0] for word, location in words().items()}
+    locations = {word: location.split(":")[0] for word, location in codec_words().items()}
     classes = {
         word: getattr(importlib.import_module(module), word) for word, module in locations.items()
     }
     return {word: kind for word, kind in classes.items() if hasattr(kind, "layout")}
 
 
-def write(coding: Coding) -> list[Any]:
+def pack_coding(coding: Coding) -> list[Any]:
     """Convert a coding to plain data. Raises `UsageError` for one that servers don't know."""
     kind = type(coding)
-    if kinds().get(kind.__name__) is not kind or not dataclasses.is_dataclass(coding):
+    if import_codings().get(kind.__name__) is not kind or not dataclasses.is_dataclass(coding):
         raise UsageError(
             f"{coding!r} is no coding of paceline, and a server decodes without your script: "
-            f"possible are {', '.join(sorted(kinds()))}; "
+            f"possible are {', '.join(sorted(import_codings()))}; "
             "for another one use AllReduce"
         )
     values = {field.name: getattr(coding, field.name) for field in dataclasses.fields(coding)}
     return [
         kind.__name__,
         {
-            name: write(value) if hasattr(value, "layout") else value
+            name: pack_coding(value) if hasattr(value, "layout") else value
             for name, value in values.items()
         },
     ]
 
 
-def read(packed: Any) -> Coding:
+def unpack_coding(packed: Any) -> Coding:
     """Make a coding from plain data.
 
     Raises `LookupError`, `TypeError`, `ValueError` or `UsageError` for other data.
     """
     name, values = packed
-    coding: Coding = kinds()[name](
-        **{key: read(value) if isinstance(value, list) else value for key, value in values.items()}
+    coding: Coding = import_codings()[name](
+        **{
+            key: unpack_coding(value) if isinstance(value, list) else value
+            for key, value in values.items()
+        }
     )
     # A coding with invalid values fails here, and not at the first gradient.
     coding.layout(1)
     return coding
 
 
-def put(phases: Phases) -> list[Any]:
+def pack_phases(phases: Phases) -> list[Any]:
     """Convert phases to plain data, without `feedback`, which only workers need."""
     return [
-        [phase.begins, None if phase.coding is None else write(phase.coding)] for phase in phases
+        [phase.begins, None if phase.coding is None else pack_coding(phase.coding)]
+        for phase in phases
     ]
 
 
-def take(packed: Any) -> Phases:
+def unpack_phases(packed: Any) -> Phases:
     """Make phases from plain data. Raises the errors of `unpack_coding` for other data."""
     return tuple(
-        CodingPhase(int(begins), None if coding is None else read(coding))
+        CodingPhase(int(begins), None if coding is None else unpack_coding(coding))
         for begins, coding in packed
     )

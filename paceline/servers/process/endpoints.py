@@ -15,26 +15,26 @@ class ServerPool(Protocol):
     `next_server` is the number of the server that is started next, the same on all workers.
     """
 
-    next_step: int
+    next_server: int
 
     def join_info(self) -> Any:
         """Get the facts (JSON) that a newcomer needs for `join_pool`."""
         ...
 
-    def join(self, info: Any) -> ServerEndpoints:
+    def join_pool(self, info: Any) -> ServerEndpoints:
         """Connect a newcomer to the servers, with the `join_info` of another worker."""
         ...
 
     @property
-    def here(self) -> str:
+    def host_name(self) -> str:
         """The name of this worker's host, unique among hosts."""
         ...
 
-    def lose(self, numbers: Collection[int]) -> ServerEndpoints:
+    def remove_servers(self, numbers: Collection[int]) -> ServerEndpoints:
         """Remove lost servers."""
         ...
 
-    def spawn(self, shard: int, *, mine: bool) -> int:
+    def spawn_server(self, shard: int, *, mine: bool) -> int:
         """Begin to start a server that keeps a copy of this shard. All workers call this.
 
         `mine`: this worker is the one that starts it.
@@ -44,7 +44,7 @@ class ServerPool(Protocol):
         """
         ...
 
-    def spawned(self, number: int) -> Any:
+    def get_spawned_server(self, number: int) -> Any:
         """Get the facts (JSON) about a started server that all workers need for `add_server`.
 
         Returns:
@@ -52,23 +52,23 @@ class ServerPool(Protocol):
         """
         ...
 
-    def add(self, server: Any) -> ServerEndpoints:
+    def add_server(self, server: Any) -> ServerEndpoints:
         """Add a server that has begun and holds its copy of a shard."""
         ...
 
-    def at(self, server: Any) -> ServerEndpoints:
+    def make_endpoints_of(self, server: Any) -> ServerEndpoints:
         """Get the endpoints of one server that has begun, but isn't added yet."""
         ...
 
-    def homes(self) -> list[tuple[str, int]]:
+    def list_homes(self) -> list[tuple[str, int]]:
         """List the host and the shard of each server."""
         ...
 
-    def on(self, hosts: Collection[str]) -> list[int]:
+    def list_servers_on(self, hosts: Collection[str]) -> list[int]:
         """List the numbers of the servers on these hosts."""
         ...
 
-    def leave(self) -> None:
+    def leave_pool(self) -> None:
         """Leave without ending any server."""
         ...
 

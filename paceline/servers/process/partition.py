@@ -16,9 +16,9 @@ from typing import NamedTuple
 from paceline.comm.bucket_layout import BucketShape
 
 # No piece is larger than this part of a server's share, so that all servers get about the same.
-PARTS = 8
+PIECES_PER_SERVER = 8
 # In bytes. Smaller parameters are not cut.
-SMALLEST = 64 << 10
+MIN_CUT_BYTES = 64 << 10
 
 
 class RowRange(NamedTuple):
@@ -36,7 +36,9 @@ class RowRange(NamedTuple):
         return self.shape.numel * self.shape.dtype.itemsize
 
 
-def pieces(shapes: Sequence[BucketShape], servers: int, whole: Sequence[bool]) -> list[RowRange]:
+def cut_parameters(
+    shapes: Sequence[BucketShape], servers: int, whole: Sequence[bool]
+) -> list[RowRange]:
     """Cut parameters that have more bytes than the `PIECES_PER_SERVER`-th part of a server's share.
 
     Args:
@@ -48,15 +50,15 @@ def pieces(shapes: Sequence[BucketShape], servers: int, whole: Sequence[bool]) -
         All pieces, in the order of the parameters.
     """
     share = sum(shape.numel * shape.dtype.itemsize for shape in shapes) / max(servers, 1)
-    limit = max(int(share / PARTS), SMALLEST)
+    limit = max(int(share / PIECES_PER_SERVER), MIN_CUT_BYTES)
     return [
         piece
         for slot, shape in enumerate(shapes)
-        for piece in _cut(slot, shape, limit, whole=whole[slot])
+        for piece in _cut_parameter(slot, shape, limit, whole=whole[slot])
     ]
 
 
-def _cut(slot: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[RowRange]:
+def _cut_parameter(slot: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[RowRange]:
     rows = shape.size[0] if shape.size else 1
     nbytes = shape.numel * shape.dtype.itemsize
     if whole or not shape.size or nbytes <= limit or rows < 2:
@@ -70,7 +72,7 @@ def _cut(slot: int, shape: BucketShape, limit: int, *, whole: bool) -> Iterator[
         )
 
 
-def deal(pieces: Sequence[RowRange], servers: int) -> list[list[int]]:
+def deal_pieces(pieces: Sequence[RowRange], servers: int) -> list[list[int]]:
     """Deal pieces to servers: the largest first, each to the server that has the fewest bytes.
 
     This is the LPT rule (Graham 1969).

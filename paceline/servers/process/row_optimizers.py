@@ -24,26 +24,28 @@ from paceline.errors import UsageError
 from paceline.servers.process import optimizers
 
 # The increment of splitmix64: 2 ** 64 divided by the golden ratio, made odd.
-_ODD: Final = 0x9E3779B97F4A7C15
-_ALL: Final = (1 << 64) - 1
+_GOLDEN_INCREMENT: Final = 0x9E3779B97F4A7C15
+_UINT64_MASK: Final = (1 << 64) - 1
 # Number of rows that are handled at a time, because their hashes take memory.
-AT_ONCE: Final = 1 << 16
+ROWS_AT_A_TIME: Final = 1 << 16
 
 Settings = Mapping[str, Any]
 
 
-def mix(bits: Any) -> Any:
+def mix_bits(bits: Any) -> Any:
     """Mix an array of uint64 so that each bit of the result depends on all bits of a word.
 
     This is the finalizer of splitmix64 (Steele, Lea, Flood 2014).
     """
-    bits = bits + np.uint64(_ODD)
+    bits = bits + np.uint64(_GOLDEN_INCREMENT)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
 
 
-def initial(ids: Tensor, dim: int, dtype: torch.dtype, *, seed: int, std: float) -> Tensor:
+def make_initial_values(
+    ids: Tensor, dim: int, dtype: torch.dtype, *, seed: int, std: float
+) -> Tensor:
     """Make initial values: normal numbers with mean 0, by seed and row alone.
 
     Args:
@@ -57,18 +59,18 @@ def initial(ids: Tensor, dim: int, dtype: torch.dtype, *, seed: int, std: float)
         The values, [n, dim].
     """
     values = torch.empty(len(ids), dim, dtype=dtype)
-    for start in range(0, len(ids), AT_ONCE):
-        values[start : start + AT_ONCE] = _normal(
-            ids[start : start + AT_ONCE].numpy(), dim, seed
+    for start in range(0, len(ids), ROWS_AT_A_TIME):
+        values[start : start + ROWS_AT_A_TIME] = _draw_normal_numbers(
+            ids[start : start + ROWS_AT_A_TIME].numpy(), dim, seed
         ).mul_(std)
     return values
 
 
-def _normal(ids: Any, dim: int, seed: int) -> Tensor:
+def _draw_normal_numbers(ids: Any, dim: int, seed: int) -> Tensor:
     pairs = -(-dim // 2)
     # Rows have disjoint ranges of counters, one counter for each pair of columns.
-    begin = mix(np.array([seed & _ALL], dtype=np.uint64))
-    bits = mix(
+    begin = mix_bits(np.array([seed & _UINT64_MASK], dtype=np.uint64))
+    bits = mix_bits(
         begin
         + (ids.astype(np.uint64) * np.uint64(pairs))[:, None]
         + np.arange(pairs, dtype=np.uint64)
@@ -94,26 +96,26 @@ class RowRule(NamedTuple):
     place.
     """
 
-    remembers: tuple[str, ...]
+    state_names: tuple[str, ...]
     step: Callable[[list[Tensor], Tensor, Settings, int], None]
     # The value of a row's states before its first step, from the settings.
-    first: Callable[[Settings], float] = lambda settings: 0.0
+    make_initial_state: Callable[[Settings], float] = lambda settings: 0.0
     # Settings that must have this value, because single rows can't honour another.
-    plain: Mapping[str, Any] = {}
+    required_settings: Mapping[str, Any] = {}
 
 
-def _sgd(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> None:
+def _step_sgd(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> None:
     rows[0].add_(grad, alpha=-settings["lr"])
 
 
-def _adagrad(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> None:
+def _step_adagrad(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> None:
     values, total = rows
     rate = settings["lr"] / (1 + (count - 1) * settings["lr_decay"])
     total.addcmul_(grad, grad)
     values.addcdiv_(grad, total.sqrt().add_(settings["eps"]), value=-rate)
 
 
-def _adam(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> None:
+def _step_adam(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> None:
     values, mean, mean_square = rows
     beta1, beta2 = settings["betas"]
     mean.add_(grad - mean, alpha=1 - beta1)
@@ -123,44 +125,57 @@ def _adam(rows: list[Tensor], grad: Tensor, settings: Settings, count: int) -> N
 
 
 # Weight decay (and momentum, for SGD) would also change rows without a gradient.
-_PLAIN: Final = {"weight_decay": 0, "maximize": False, "differentiable": False}
-RULES: Final[Mapping[str, RowRule]] = {
-    "SGD": RowRule((), _sgd, plain={**_PLAIN, "momentum": 0, "dampening": 0, "nesterov": False}),
-    "Adagrad": RowRule(
-        ("sum",), _adagrad, lambda settings: float(settings["initial_accumulator_value"]), _PLAIN
+_REQUIRED_SETTINGS: Final = {"weight_decay": 0, "maximize": False, "differentiable": False}
+ROW_RULES: Final[Mapping[str, RowRule]] = {
+    "SGD": RowRule(
+        (),
+        _step_sgd,
+        required_settings={**_REQUIRED_SETTINGS, "momentum": 0, "dampening": 0, "nesterov": False},
     ),
-    "SparseAdam": RowRule(("exp_avg", "exp_avg_sq"), _adam, plain={"maximize": False}),
+    "Adagrad": RowRule(
+        ("sum",),
+        _step_adagrad,
+        lambda settings: float(settings["initial_accumulator_value"]),
+        _REQUIRED_SETTINGS,
+    ),
+    "SparseAdam": RowRule(
+        ("exp_avg", "exp_avg_sq"), _step_adam, required_settings={"maximize": False}
+    ),
 }
 # The optimizer to recommend in place of one that changes all rows.
-_INSTEAD: Final = {name: "SparseAdam" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")}
+_ALTERNATIVES: Final = {
+    name: "SparseAdam" for name in ("Adam", "AdamW", "NAdam", "RAdam", "Adamax")
+}
 # Settings that a rule reads. All others say how torch computes.
-_USED: Final = {"lr", "lr_decay", "eps", "betas", "initial_accumulator_value"}
+_RULE_SETTINGS: Final = {"lr", "lr_decay", "eps", "betas", "initial_accumulator_value"}
 
 
-def described(name: str, optimizer: Optimizer, group: int) -> tuple[str, dict[str, Any]]:
+def describe_row_optimizer(
+    name: str, optimizer: Optimizer, group: int
+) -> tuple[str, dict[str, Any]]:
     """Get the name of the rule and the settings for the table `name`, which is in this group.
 
     Raises `UsageError` for an optimizer or a setting that single rows can't honour.
     """
     kind = type(optimizer)
-    if RULES.get(kind.__name__) is None or getattr(torch.optim, kind.__name__) is not kind:
-        other = _INSTEAD.get(kind.__name__, "SGD, Adagrad or SparseAdam")
+    if ROW_RULES.get(kind.__name__) is None or getattr(torch.optim, kind.__name__) is not kind:
+        other = _ALTERNATIVES.get(kind.__name__, "SGD, Adagrad or SparseAdam")
         raise UsageError(
             f"the sparse table {name} is in a {kind.__module__}.{kind.__qualname__}, which changes "
             "rows that no batch has used: give its "
             f"parameters to an optimizer of their own, torch.optim.{other}; "
-            f"possible are {', '.join(RULES)}"
+            f"possible are {', '.join(ROW_RULES)}"
         )
-    return kind.__name__, settings(name, optimizer, group)
+    return kind.__name__, read_row_settings(name, optimizer, group)
 
 
-def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
+def read_row_settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
     """Get the current settings of the group of the table `name`, as the rule reads them.
 
     Raises `UsageError` for a value that can't be honoured.
     """
-    values = optimizers.settings(optimizer)[group]
-    for setting, wanted in RULES[type(optimizer).__name__].plain.items():
+    values = optimizers.read_settings(optimizer)[group]
+    for setting, wanted in ROW_RULES[type(optimizer).__name__].required_settings.items():
         if values.get(setting, wanted) != wanted:
             raise UsageError(
                 f"the sparse table {name} is in a {type(optimizer).__name__} with "
@@ -168,10 +183,10 @@ def settings(name: str, optimizer: Optimizer, group: int) -> dict[str, Any]:
                 "that no batch has used, or can't be done to single rows: "
                 f"put it in a group of its own with {setting}={wanted!r}"
             )
-    return {setting: value for setting, value in values.items() if setting in _USED}
+    return {setting: value for setting, value in values.items() if setting in _RULE_SETTINGS}
 
 
-def check(name: str, settings: Settings) -> RowRule:
+def find_rule(name: str, settings: Settings) -> RowRule:
     """Find the rule of this name. Raises `UsageError` unless the settings fit the rule.
 
     A server calls this for settings from a message.
@@ -181,25 +196,25 @@ def check(name: str, settings: Settings) -> RowRule:
         "Adagrad": ("lr", "lr_decay", "eps", "initial_accumulator_value"),
         "SparseAdam": ("lr", "betas", "eps"),
     }
-    if name not in RULES or any(
-        not _number(settings.get(setting), pair=setting == "betas")
+    if name not in ROW_RULES or any(
+        not _is_number(settings.get(setting), pair=setting == "betas")
         for setting in settings_of_rule[name]
     ):
         raise UsageError(f"no rows can be stepped by {name} with {dict(settings)}")
-    return RULES[name]
+    return ROW_RULES[name]
 
 
-def _number(value: Any, *, pair: bool) -> bool:
+def _is_number(value: Any, *, pair: bool) -> bool:
     if pair:
         return (
             isinstance(value, list | tuple)
             and len(value) == 2
-            and all(_number(part, pair=False) for part in value)
+            and all(_is_number(part, pair=False) for part in value)
         )
     return isinstance(value, int | float)
 
 
-def summed(
+def sum_row_gradients(
     pushed: Sequence[tuple[Tensor, Tensor]], dim: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Sum the gradients of several workers.

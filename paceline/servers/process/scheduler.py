@@ -27,20 +27,20 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import Mismatch
-from paceline.servers.process.arrivals import (
+from paceline.servers.process.late_gradients import (
     FirstArrivals,
     OpenStep,
     PartialSteps,
     StepDecision,
     StepMade,
 )
-from paceline.servers.process.spans import SampleSpan
-from paceline.servers.process.staleness import WorkerClocks
+from paceline.servers.process.sample_spans import SampleSpan
+from paceline.servers.process.worker_clocks import WorkerClocks
 
 # Number of dropped pieces that are listed one by one.
-SHOWN = 1000
+MAX_LISTED_PIECES = 1000
 # A part of an epoch: number of the epoch, and number of the first batch in the part.
-Part = tuple[int, int]
+EpochPart = tuple[int, int]
 
 
 @dataclass
@@ -49,22 +49,26 @@ class ScheduleTally:
 
     # Number of times that a worker went on, by its lead over the slowest worker, in turns.
     leads: Counter[int] = field(default_factory=Counter)
-    dropped: int = 0  # gradients that were too late
-    samples: int = 0  # samples of these gradients
+    dropped_gradients: int = 0  # gradients that were too late
+    dropped_samples: int = 0  # samples of these gradients
     # Epoch and piece of the first `MAX_LISTED_PIECES` dropped gradients.
-    pieces: list[tuple[int, SampleSpan]] = field(default_factory=list)
+    dropped_pieces: list[tuple[int, SampleSpan]] = field(default_factory=list)
 
-    def drop(self, epoch: int, piece: SampleSpan) -> None:
+    def count_dropped_piece(self, epoch: int, piece: SampleSpan) -> None:
         """Count a piece that was dropped for good."""
-        self.dropped += 1
-        self.samples += piece.stop - piece.start
-        if len(self.pieces) < SHOWN:
-            self.pieces.append((epoch, piece))
+        self.dropped_gradients += 1
+        self.dropped_samples += piece.stop - piece.start
+        if len(self.dropped_pieces) < MAX_LISTED_PIECES:
+            self.dropped_pieces.append((epoch, piece))
 
-    def facts(self) -> dict[str, Any]:
+    def summarize_drops(self) -> dict[str, Any]:
         """Counts of dropped samples and gradients, for the summary."""
-        pieces = [[epoch, *piece] for epoch, piece in self.pieces]
-        return {"gradients": self.dropped, "samples": self.samples, "pieces": pieces}
+        pieces = [[epoch, *piece] for epoch, piece in self.dropped_pieces]
+        return {
+            "gradients": self.dropped_gradients,
+            "samples": self.dropped_samples,
+            "pieces": pieces,
+        }
 
 
 class UndealtSamples:
@@ -74,37 +78,37 @@ class UndealtSamples:
     the epoch and the number of the first batch in the part; `batch_sizes` are numbers of samples.
     """
 
-    def __init__(self, part: Part | None = None, sizes: Sequence[int] = ()) -> None:
-        self.part, self.sizes = part, sizes
-        self.stopped = False  # no more samples are dealt in this epoch
+    def __init__(self, part: EpochPart | None = None, sizes: Sequence[int] = ()) -> None:
+        self.epoch_part, self.batch_sizes = part, sizes
+        self.is_stopped = False  # no more samples are dealt in this epoch
         # Batch (counted from the first one of the part) and sample that are dealt next.
-        self._next = (0, 0)
-        self._todo = deque[SampleSpan]()
+        self._next_sample = (0, 0)
+        self._returned_pieces = deque[SampleSpan]()
 
     @property
-    def left(self) -> bool:
+    def has_samples(self) -> bool:
         """Whether any samples are left."""
-        return bool(self._todo) or self._next[0] < len(self.sizes)
+        return bool(self._returned_pieces) or self._next_sample[0] < len(self.batch_sizes)
 
-    def again(self, pieces: Iterable[SampleSpan]) -> None:
+    def take_back_pieces(self, pieces: Iterable[SampleSpan]) -> None:
         """Take back pieces that have to be dealt again."""
-        self._todo.extend(pieces)
+        self._returned_pieces.extend(pieces)
 
-    def cut(self, most: int) -> SampleSpan | None:
+    def cut_piece(self, most: int) -> SampleSpan | None:
         """Cut off the next piece, of at most `most` samples. None if no samples are left."""
-        if self._todo:
-            batch, start, stop = self._todo.popleft()
+        if self._returned_pieces:
+            batch, start, stop = self._returned_pieces.popleft()
             if stop - start > most:
-                self._todo.appendleft(SampleSpan(batch, start + most, stop))
+                self._returned_pieces.appendleft(SampleSpan(batch, start + most, stop))
             return SampleSpan(batch, start, min(start + most, stop))
-        batch_offset, start = self._next
-        if self.part is None or batch_offset == len(self.sizes):
+        batch_offset, start = self._next_sample
+        if self.epoch_part is None or batch_offset == len(self.batch_sizes):
             return None
-        stop = min(start + most, self.sizes[batch_offset])
-        self._next = (
-            (batch_offset, stop) if stop < self.sizes[batch_offset] else (batch_offset + 1, 0)
+        stop = min(start + most, self.batch_sizes[batch_offset])
+        self._next_sample = (
+            (batch_offset, stop) if stop < self.batch_sizes[batch_offset] else (batch_offset + 1, 0)
         )
-        return SampleSpan(self.part[1] + batch_offset, start, stop)
+        return SampleSpan(self.epoch_part[1] + batch_offset, start, stop)
 
 
 class NoteBox:
@@ -112,15 +116,15 @@ class NoteBox:
 
     def __init__(self) -> None:
         self._notes: list[tuple[int, Tensor]] = []
-        self._last: dict[int, int] = {}  # number of the last note, by worker
+        self._last_numbers: dict[int, int] = {}  # number of the last note, by worker
 
-    def post(self, worker: int, letter: Tensor, number: int = 0) -> None:
+    def post_note(self, worker: int, letter: Tensor, number: int = 0) -> None:
         """Keep a note. `number` counts the worker's notes from 1 on: a repeated one is ignored."""
-        if not number or number > self._last.get(worker, 0):
+        if not number or number > self._last_numbers.get(worker, 0):
             self._notes.append((worker, letter))
-            self._last[worker] = number
+            self._last_numbers[worker] = number
 
-    def collect(self, had: int = 0) -> list[tuple[int, Tensor]]:
+    def collect_notes(self, had: int = 0) -> list[tuple[int, Tensor]]:
         """Collect all notes, after removing the first `had`, which have arrived."""
         del self._notes[:had]
         return list(self._notes)
@@ -146,35 +150,35 @@ class SampleScheduler:
         self.tally = ScheduleTally()
         self._clocks = WorkerClocks()
         self.notes = NoteBox()
-        self._samples = UndealtSamples()
-        self._under_way: dict[int, list[SampleSpan]] = {}
-        self._carried: dict[int, list[SampleSpan]] = {}
+        self._undealt_samples = UndealtSamples()
+        self._pieces_under_way: dict[int, list[SampleSpan]] = {}
+        self._carried_pieces: dict[int, list[SampleSpan]] = {}
         # By worker: its last piece and the number of that, to give it again if asked again.
-        self._given: dict[int, tuple[int, SampleSpan]] = {}
-        self._lost: set[int] = set()
-        self._active: set[int] = set()
-        self._parked: set[int] = set()
-        self._arrivals: dict[int, FirstArrivals] = {}
-        self._gatherings: dict[int, PartialSteps] = {}
-        self._began: dict[int, float] = {}  # start of the turn, by worker
-        self._held: set[int] = set()
+        self._last_pieces: dict[int, tuple[int, SampleSpan]] = {}
+        self._lost_workers: set[int] = set()
+        self._active_workers: set[int] = set()
+        self._parked_workers: set[int] = set()
+        self._first_arrivals: dict[int, FirstArrivals] = {}
+        self._partial_steps: dict[int, PartialSteps] = {}
+        self._turn_starts: dict[int, float] = {}  # start of the turn, by worker
+        self._held_workers: set[int] = set()
         # Whether no more pieces are dealt, until all workers have asked for one and come together.
-        self._pausing = False
+        self._is_pausing = False
         # Number of times that this part was resumed after such a pause.
-        self._times = 0
+        self._times_resumed = 0
 
     @property
     def clocks(self) -> dict[int, int]:
         """Number of turns that each worker has completed."""
-        return self._clocks.of
+        return self._clocks.completed_turns
 
     @property
-    def _running(self) -> set[int]:
-        return self._active - self._parked
+    def _running_workers(self) -> set[int]:
+        return self._active_workers - self._parked_workers
 
     # ---- samples
 
-    def begin(
+    def begin_dealing(
         self, epoch: int, first: int, sizes: Sequence[int], workers: Iterable[int], times: int = 0
     ) -> None:
         """Begin to deal the global batches of an epoch, or of the next part of one.
@@ -192,12 +196,14 @@ class SampleScheduler:
         Raises:
             Mismatch: If workers disagree, or are in the middle of another part.
         """
-        part, samples = (epoch, first), self._samples
-        if samples.part == part and times == self._times:
-            if list(sizes) != list(samples.sizes):
+        part, samples = (epoch, first), self._undealt_samples
+        if samples.epoch_part == part and times == self._times_resumed:
+            if list(sizes) != list(samples.batch_sizes):
                 raise Mismatch(f"workers deal different batches in epoch {epoch}")
             return
-        busy_workers = [worker for worker in self._active if self._under_way.get(worker)]
+        busy_workers = [
+            worker for worker in self._active_workers if self._pieces_under_way.get(worker)
+        ]
         if busy_workers:
             raise Mismatch(
                 f"epoch {epoch} can't begin: workers {busy_workers} are in the middle of another"
@@ -205,22 +211,22 @@ class SampleScheduler:
         if not sizes or min(sizes) < 1:
             raise Mismatch("there is nothing to deal, or a batch without samples")
         # A part that is resumed keeps its samples, and goes on where it was paused.
-        if samples.part == part:
-            samples.sizes = sizes
+        if samples.epoch_part == part:
+            samples.batch_sizes = sizes
         else:
-            self._samples = UndealtSamples(part, sizes)
-        self._times, self._pausing = times, False
-        self._active, self._parked = {*workers} - self._lost, set()
-        self._under_way = {worker: [] for worker in self._active}
-        self._carried.clear()
-        self._began.clear()
-        for gathering in self._gatherings.values():
-            gathering.rest()
+            self._undealt_samples = UndealtSamples(part, sizes)
+        self._times_resumed, self._is_pausing = times, False
+        self._active_workers, self._parked_workers = {*workers} - self._lost_workers, set()
+        self._pieces_under_way = {worker: [] for worker in self._active_workers}
+        self._carried_pieces.clear()
+        self._turn_starts.clear()
+        for gathering in self._partial_steps.values():
+            gathering.begin_epoch()
         # All workers begin at the same clock.
         latest = max(self.clocks.values(), default=0)
-        self._clocks = WorkerClocks(dict.fromkeys(self._active, latest))
+        self._clocks = WorkerClocks(dict.fromkeys(self._active_workers, latest))
 
-    def take(self, worker: int, most: int, number: int = 0) -> SampleSpan | bool | None:
+    def deal_piece(self, worker: int, most: int, number: int = 0) -> SampleSpan | bool | None:
         """Deal the next piece, of at most `most` samples, to a worker.
 
         If `is_paused`, a worker that gets False goes on when all workers have come together. A
@@ -236,101 +242,112 @@ class SampleScheduler:
             The piece; False if there is none for this worker, or not now; None if there may be one
             later.
         """
-        if worker not in self._under_way or most < 1:
+        if worker not in self._pieces_under_way or most < 1:
             raise Mismatch(f"worker {worker} has no turns to take, or asks for {most} samples")
-        last_piece = self._given.get(worker)
+        last_piece = self._last_pieces.get(worker)
         if last_piece is not None and number == last_piece[0] > 0:
             return last_piece[1]
-        if worker not in self._active:
+        if worker not in self._active_workers:
             return False
-        piece = None if self._samples.stopped or self.paused else self._samples.cut(most)
+        piece = (
+            None
+            if self._undealt_samples.is_stopped or self.is_paused
+            else self._undealt_samples.cut_piece(most)
+        )
         if piece is not None:
-            self._parked.discard(worker)
-            self._under_way[worker].append(piece)
-            self._given[worker] = number, piece
+            self._parked_workers.discard(worker)
+            self._pieces_under_way[worker].append(piece)
+            self._last_pieces[worker] = number, piece
             return piece
         # No piece is left for now. The worker first completes the turns that it has begun.
-        if self._under_way[worker]:
+        if self._pieces_under_way[worker]:
             return False
         # Another worker may still drop its piece, which is dealt again then.
-        if not self._samples.stopped and any(self._under_way[other] for other in self._active):
-            self._parked.add(worker)
+        if not self._undealt_samples.is_stopped and any(
+            self._pieces_under_way[other] for other in self._active_workers
+        ):
+            self._parked_workers.add(worker)
             return None
-        if self.paused:
-            self._parked.add(worker)
-            return False if self._parked >= self._active else None
-        self.leave(worker)
+        if self.is_paused:
+            self._parked_workers.add(worker)
+            return False if self._parked_workers >= self._active_workers else None
+        self.leave_epoch(worker)
         return False
 
-    def pause(self) -> None:
+    def pause_dealing(self) -> None:
         """Stop dealing, so that all workers end their turns and come together.
 
         Does nothing if a worker has ended the epoch already.
         """
-        self._pausing = self._active == self.clocks.keys()
+        self._is_pausing = self._active_workers == self.clocks.keys()
 
     @property
-    def paused(self) -> bool:
+    def is_paused(self) -> bool:
         """Whether dealing has stopped, with samples left for later."""
-        return self._pausing and self._samples.left
+        return self._is_pausing and self._undealt_samples.has_samples
 
-    def lose(self, survivors: Set[int]) -> tuple[list[tuple[int, int]], int]:
+    def remove_lost_workers(self, survivors: Set[int]) -> tuple[list[tuple[int, int]], int]:
         """Go on with the survivors alone, and deal the pieces of lost workers again.
 
         Returns:
             The steps (optimizer, step) that were decided, but that none of the survivors makes; and
             the number of samples that no worker takes any more.
         """
-        lost = self._under_way.keys() - survivors
-        self._lost |= lost
+        lost = self._pieces_under_way.keys() - survivors
+        self._lost_workers |= lost
         pieces = [
             piece
             for worker in sorted(lost)
-            for piece in [*self._carried.pop(worker, ()), *self._under_way.pop(worker)]
+            for piece in [
+                *self._carried_pieces.pop(worker, ()),
+                *self._pieces_under_way.pop(worker),
+            ]
         ]
-        self._active, self._parked, self._held = (
-            self._active & survivors,
-            self._parked & survivors,
-            self._held & survivors,
+        self._active_workers, self._parked_workers, self._held_workers = (
+            self._active_workers & survivors,
+            self._parked_workers & survivors,
+            self._held_workers & survivors,
         )
-        self._clocks.lose(survivors)
-        if self._active:
-            self._samples.again(pieces)
+        self._clocks.remove_lost_workers(survivors)
+        if self._active_workers:
+            self._undealt_samples.take_back_pieces(pieces)
         # If the survivors have ended the epoch, no worker is left to take these samples.
         undealt = (
             0
-            if self._active or self._samples.stopped
+            if self._active_workers or self._undealt_samples.is_stopped
             else sum(piece.stop - piece.start for piece in pieces)
         )
         makers: list[tuple[int, FirstArrivals | PartialSteps]] = [
-            *self._arrivals.items(),
-            *self._gatherings.items(),
+            *self._first_arrivals.items(),
+            *self._partial_steps.items(),
         ]
         return [
-            (optimizer, step) for optimizer, steps in makers for step in steps.lose(survivors)
+            (optimizer, step)
+            for optimizer, steps in makers
+            for step in steps.remove_lost_workers(survivors)
         ], undealt
 
-    def busy(self, worker: int) -> bool:
+    def has_turns_under_way(self, worker: int) -> bool:
         """Whether the worker has begun turns to complete first."""
-        return bool(self._under_way.get(worker))
+        return bool(self._pieces_under_way.get(worker))
 
-    def takes(self, worker: int) -> bool:
+    def is_active(self, worker: int) -> bool:
         """Whether the worker has turns to take in this epoch, or may have."""
-        return worker in self._active
+        return worker in self._active_workers
 
-    def leave(self, worker: int) -> None:
+    def leave_epoch(self, worker: int) -> None:
         """Record that a worker begins no more turns in this epoch. No other worker waits for it."""
-        self._pausing = False
-        self._active.discard(worker)
-        self._parked.discard(worker)
+        self._is_pausing = False
+        self._active_workers.discard(worker)
+        self._parked_workers.discard(worker)
 
-    def stop(self) -> None:
+    def stop_dealing(self) -> None:
         """Stop dealing for this epoch."""
-        self._samples.stopped = True
+        self._undealt_samples.is_stopped = True
 
     # ---- clocks
 
-    def tick(
+    def complete_turn(
         self, worker: int, clock: int, *, dropped: bool = False, carried: bool = False
     ) -> None:
         """Record that a worker has completed turn `clock`, of its oldest piece.
@@ -341,50 +358,54 @@ class SampleScheduler:
             dropped: The samples of the turn are in no step.
             carried: The samples are in no step yet, because no optimizer stepped in the turn.
         """
-        if not self._under_way.get(worker):
+        if not self._pieces_under_way.get(worker):
             raise Mismatch(f"worker {worker} has completed a turn that it hasn't begun")
-        self._clocks.tick(worker, clock)
-        self._held.add(worker)
-        piece = self._under_way[worker].pop(0)
-        self._carried[worker] = [*self._carried.get(worker, ()), piece] if carried else []
+        self._clocks.complete_turn(worker, clock)
+        self._held_workers.add(worker)
+        piece = self._pieces_under_way[worker].pop(0)
+        self._carried_pieces[worker] = (
+            [*self._carried_pieces.get(worker, ()), piece] if carried else []
+        )
         if dropped:
-            assert self._samples.part is not None
-            self.tally.drop(self._samples.part[0], piece)
+            assert self._undealt_samples.epoch_part is not None
+            self.tally.count_dropped_piece(self._undealt_samples.epoch_part[0], piece)
 
     @property
-    def slowest(self) -> int:
+    def slowest_clock(self) -> int:
         """The smallest clock among the running workers."""
-        return self._clocks.slowest(self._running)
+        return self._clocks.find_slowest_clock(self._running_workers)
 
-    def may(self, worker: int, bound: float) -> bool:
+    def may_begin_turn(self, worker: int, bound: float) -> bool:
         """Whether a worker may begin its next turn: it is within the bound, or takes none here."""
-        return worker not in self._active or self._clocks.may(worker, self._running, bound)
+        return worker not in self._active_workers or self._clocks.may_begin_turn(
+            worker, self._running_workers, bound
+        )
 
-    def went(self, worker: int, now: float = 0.0) -> None:
+    def record_permission(self, worker: int, now: float = 0.0) -> None:
         """Record that a worker was told that it may go on."""
-        self._held.discard(worker)
-        self.starts(worker, now)
-        self.tally.leads[max(self._clocks.lead(worker, self._running), 0)] += 1
+        self._held_workers.discard(worker)
+        self.begin_turn(worker, now)
+        self.tally.leads[max(self._clocks.compute_lead(worker, self._running_workers), 0)] += 1
 
-    def starts(self, worker: int, now: float, *, first: bool = False) -> None:
+    def begin_turn(self, worker: int, now: float, *, first: bool = False) -> None:
         """Record that a worker begins a turn at time `now` (seconds, of any clock).
 
         `first`: the turn is the first one of an epoch. It counts only in the first epoch, because
         later epochs begin with turns of unknown length.
         """
-        if first and self._gatherings:
+        if first and self._partial_steps:
             return
-        self._began[worker] = now
-        for gathering in self._gatherings.values():
-            gathering.begin(worker, now)
+        self._turn_starts[worker] = now
+        for gathering in self._partial_steps.values():
+            gathering.begin_turn(worker, now)
 
-    def behind(self, worker: int) -> list[tuple[int, int]]:
+    def list_slowest_workers(self, worker: int) -> list[tuple[int, int]]:
         """List the workers that this one waits for, and their clocks."""
-        return self._clocks.behind(worker, self._running)
+        return self._clocks.list_slowest_workers(worker, self._running_workers)
 
     # ---- which workers make a step, with backup workers
 
-    def arrive(
+    def record_arrival(
         self, worker: int, optimizer: int, step: int, contribution: Any, backups: int
     ) -> StepDecision | bool | None:
         """Record that a worker has pushed its whole gradient for a step.
@@ -395,12 +416,12 @@ class SampleScheduler:
             The decision if this worker takes part in the step; False if the worker is too late;
             None if the step isn't decided yet.
         """
-        self._clocks.check(worker)
+        self._clocks.check_takes_turns(worker)
         arrivals, running = (
-            self._arrivals.setdefault(optimizer, FirstArrivals(optimizer)),
-            self._running,
+            self._first_arrivals.setdefault(optimizer, FirstArrivals(optimizer)),
+            self._running_workers,
         )
-        return arrivals.arrive(
+        return arrivals.record_arrival(
             worker,
             step,
             contribution,
@@ -408,24 +429,28 @@ class SampleScheduler:
             max(min(len(self.clocks) - backups, len(running)), 1),
         )
 
-    def decided(self, optimizer: int) -> int:
+    def get_last_decided(self, optimizer: int) -> int:
         """Get the number of the last decided step of an optimizer."""
-        return self._arrivals[optimizer].decided if optimizer in self._arrivals else 0
+        return (
+            self._first_arrivals[optimizer].last_decided if optimizer in self._first_arrivals else 0
+        )
 
-    def absent(self, optimizer: int, step: int) -> list[tuple[int, int]]:
+    def list_absent_workers(self, optimizer: int, step: int) -> list[tuple[int, int]]:
         """List the running workers that have not arrived at a step yet, and their clocks."""
         gathering, arrivals = (
-            self._gatherings.get(optimizer),
-            self._arrivals.get(optimizer, FirstArrivals(optimizer)),
+            self._partial_steps.get(optimizer),
+            self._first_arrivals.get(optimizer, FirstArrivals(optimizer)),
         )
-        came = arrivals.came(step) if gathering is None else gathering.came
+        came = arrivals.get_arrived_workers(step) if gathering is None else gathering.contributions
         return [
-            (worker, self.clocks[worker]) for worker in sorted(self._running) if worker not in came
+            (worker, self.clocks[worker])
+            for worker in sorted(self._running_workers)
+            if worker not in came
         ]
 
     # ---- which workers make a step, within a bound
 
-    def gather(
+    def record_gradient(
         self,
         worker: int,
         optimizer: int,
@@ -455,54 +480,63 @@ class SampleScheduler:
             The step that has the gradient; an `OpenStep` if the worker goes on before it is made;
             None if the step isn't made yet.
         """
-        self._clocks.check(worker)
-        gathering = self._gatherings.setdefault(optimizer, PartialSteps(self._began))
-        step = gathering.come(worker, number, contribution, now)
+        self._clocks.check_takes_turns(worker)
+        gathering = self._partial_steps.setdefault(optimizer, PartialSteps(self._turn_starts))
+        step = gathering.record_gradient(worker, number, contribution, now)
         if step is not None:
             return step
         # The step isn't delayed by workers that wait themselves: for permission to begin a turn, or
         # for a step of another optimizer.
         elsewhere = {
             other
-            for one in self._gatherings.values()
+            for one in self._partial_steps.values()
             if one is not gathering
-            for other in one.takers
+            for other in one.waiting_workers
         }
-        absent = self._running - self._held - elsewhere - gathering.came.keys()
-        if gathering.part(worker, absent if part else (), now):
-            self._clocks.part(optimizer, worker)
-            return OpenStep(gathering.steps)
-        gathering.due = math.inf
-        if not self._clocks.stuck(gathering.came, self._running, bound) and not gathering.awaited(
-            absent, now
-        ):
-            step = gathering.make(absent)
-            self._clocks.join(optimizer, step.came)
+        absent = (
+            self._running_workers - self._held_workers - elsewhere - gathering.contributions.keys()
+        )
+        if gathering.release_if_late(worker, absent if part else (), now):
+            self._clocks.leave_step_open(optimizer, worker)
+            return OpenStep(gathering.steps_made)
+        gathering.next_check = math.inf
+        if not self._clocks.are_all_blocked(
+            gathering.contributions, self._running_workers, bound
+        ) and not gathering.is_awaiting_workers(absent, now):
+            step = gathering.make_step(absent)
+            self._clocks.record_step(optimizer, step.contributions)
         return step
 
-    def made(self) -> list[list[int]]:
+    def list_steps_made(self) -> list[list[int]]:
         """List the number of steps made within the bound: [optimizer, steps] for each optimizer.
 
         The servers may not have taken the last one yet.
         """
-        return [[optimizer, gathering.steps] for optimizer, gathering in self._gatherings.items()]
+        return [
+            [optimizer, gathering.steps_made]
+            for optimizer, gathering in self._partial_steps.items()
+        ]
 
     @property
-    def due(self) -> float:
+    def next_check(self) -> float:
         """Time of the next look at open steps if no message comes before."""
-        return min((gathering.due for gathering in self._gatherings.values()), default=math.inf)
+        return min(
+            (gathering.next_check for gathering in self._partial_steps.values()), default=math.inf
+        )
 
-    def facts(self) -> dict[str, Any]:
+    def summarize_schedule(self) -> dict[str, Any]:
         """Collect the statistics for the summary."""
-        gatherings = self._gatherings.values()
+        gatherings = self._partial_steps.values()
         return {
-            "staleness": _counted([self.tally.leads]),
-            "steps_by_workers": _counted(gathering.sizes for gathering in gatherings),
-            "steps_late": _counted(gathering.ages for gathering in gatherings),
-            "dropped": self.tally.facts(),
+            "staleness": _merge_counters([self.tally.leads]),
+            "steps_by_workers": _merge_counters(
+                gathering.steps_by_worker_count for gathering in gatherings
+            ),
+            "steps_late": _merge_counters(gathering.gradients_by_age for gathering in gatherings),
+            "dropped": self.tally.summarize_drops(),
         }
 
 
-def _counted(counters: Iterable[Counter[int]]) -> dict[str, int]:
+def _merge_counters(counters: Iterable[Counter[int]]) -> dict[str, int]:
     """Add up the counters, with text as keys, as the summary has them."""
     return {str(key): count for key, count in sorted(sum(counters, Counter[int]()).items())}

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.cluster.machine import memory
+from paceline.cluster.machine import read_memory
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import Mismatch, UsageError
 from paceline.servers.process import row_optimizers
@@ -25,9 +25,9 @@ from paceline.servers.process.row_optimizers import Settings
 
 # Largest number of rows of a server for which a `DirectIndex` is cheap: it takes 4 bytes for each,
 # which the system provides when they are first used.
-DIRECT: Final = 1 << 26
+MAX_DIRECT_ROWS: Final = 1 << 26
 # Number of slots of an empty table.
-FIRST: Final = 1 << 10
+INITIAL_SLOTS: Final = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TableSpec:
     rule: str  # a key of `row_optimizers.ROW_RULES`
 
     @property
-    def sound(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether such a table can exist."""
         are_numbers = all(
             type(number) is int for number in (self.rows, self.dim, self.seed)
@@ -55,27 +55,29 @@ class TableSpec:
         )
 
     @property
-    def kind(self) -> torch.dtype:
+    def torch_dtype(self) -> torch.dtype:
         """The dtype as a torch object."""
         return DTYPES[self.dtype]
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain_data(self) -> dict[str, Any]:
         """Convert to plain data for a message."""
         return asdict(self)
 
-    def initial(self, ids: Tensor) -> Tensor:
+    def make_initial_rows(self, ids: Tensor) -> Tensor:
         """Make the initial values of these rows."""
-        return row_optimizers.initial(ids, self.dim, self.kind, seed=self.seed, std=self.std)
+        return row_optimizers.make_initial_values(
+            ids, self.dim, self.torch_dtype, seed=self.seed, std=self.std
+        )
 
 
 class RowIndex(Protocol):
     """Maps the numbers of rows on this server to slots, counted from 0 in order of first use."""
 
-    def find(self, ids: Any) -> Any:
+    def find_slots(self, ids: Any) -> Any:
         """Find the slot of each row (int64, each row once); -1 for a row without a slot."""
         ...
 
-    def add(self, ids: Any, first: int) -> None:
+    def add_rows(self, ids: Any, first: int) -> None:
         """Give rows that have no slot yet the slots `first`, `first` + 1, ..."""
         ...
 
@@ -90,10 +92,10 @@ class DirectIndex:
     def __init__(self, count: int) -> None:
         self._slots = np.zeros(count, dtype=np.int32)
 
-    def find(self, ids: Any) -> Any:
+    def find_slots(self, ids: Any) -> Any:
         return self._slots[ids].astype(np.int64) - 1
 
-    def add(self, ids: Any, first: int) -> None:
+    def add_rows(self, ids: Any, first: int) -> None:
         self._slots[ids] = np.arange(first + 1, first + 1 + len(ids))
 
 
@@ -104,13 +106,13 @@ class HashedIndex:
     """
 
     def __init__(self) -> None:
-        self._keys = np.full(2 * FIRST, -1, dtype=np.int64)
-        self._slots = np.zeros(2 * FIRST, dtype=np.int64)
-        self._used = 0
+        self._keys = np.full(2 * INITIAL_SLOTS, -1, dtype=np.int64)
+        self._slots = np.zeros(2 * INITIAL_SLOTS, dtype=np.int64)
+        self._rows_stored = 0
 
-    def find(self, ids: Any) -> Any:
+    def find_slots(self, ids: Any) -> Any:
         slots = np.full(len(ids), -1, dtype=np.int64)
-        unresolved, places = np.arange(len(ids)), self._begin(ids)
+        unresolved, places = np.arange(len(ids)), self._hash_to_places(ids)
         while len(unresolved):
             keys = self._keys[places]
             is_hit = keys == ids[unresolved]
@@ -120,21 +122,21 @@ class HashedIndex:
             unresolved, places = unresolved[goes_on], (places[goes_on] + 1) & (len(self._keys) - 1)
         return slots
 
-    def add(self, ids: Any, first: int) -> None:
+    def add_rows(self, ids: Any, first: int) -> None:
         # Double the table until it has room. All entries get new places.
-        while 2 * (self._used + len(ids)) > len(self._keys):
+        while 2 * (self._rows_stored + len(ids)) > len(self._keys):
             in_use = self._keys != -1
             keys, slots = self._keys[in_use], self._slots[in_use]
             self._keys, self._slots = (
                 np.full(2 * len(self._keys), -1, dtype=np.int64),
                 np.zeros(2 * len(self._keys), dtype=np.int64),
             )
-            self._put(keys, slots)
-        self._put(ids, np.arange(first, first + len(ids)))
-        self._used += len(ids)
+            self._store_slots(keys, slots)
+        self._store_slots(ids, np.arange(first, first + len(ids)))
+        self._rows_stored += len(ids)
 
-    def _put(self, ids: Any, slots: Any) -> None:
-        places = self._begin(ids)
+    def _store_slots(self, ids: Any, slots: Any) -> None:
+        places = self._hash_to_places(ids)
         while len(ids):
             free = self._keys[places] == -1
             # If several rows write to one free place, the last write wins. The read below shows
@@ -144,20 +146,20 @@ class HashedIndex:
             self._slots[places[won]] = slots[won]
             ids, slots, places = ids[~won], slots[~won], (places[~won] + 1) & (len(self._keys) - 1)
 
-    def _begin(self, ids: Any) -> Any:
-        return (row_optimizers.mix(ids.astype(np.uint64)) & np.uint64(len(self._keys) - 1)).astype(
-            np.int64
-        )
+    def _hash_to_places(self, ids: Any) -> Any:
+        return (
+            row_optimizers.mix_bits(ids.astype(np.uint64)) & np.uint64(len(self._keys) - 1)
+        ).astype(np.int64)
 
 
-class RowsBefore(NamedTuple):
+class RowUndo(NamedTuple):
     """What is needed to undo a step: the changed rows as they were before, and the counts."""
 
-    steps: int  # number of steps, as the optimizer counts them
+    step_count: int  # number of steps, as the optimizer counts them
     settings: dict[str, Any]
-    used: int  # number of slots in use
-    slots: Tensor  # the changed slots that were in use
-    kept: list[Tensor]  # values and optimizer state in these slots
+    used_slots: int  # number of slots in use
+    changed_slots: Tensor  # the changed slots that were in use
+    row_tensors: list[Tensor]  # values and optimizer state in these slots
 
 
 class TableShard:
@@ -172,62 +174,63 @@ class TableShard:
     """
 
     def __init__(self, spec: TableSpec, settings: Settings, *, server: int, servers: int) -> None:
-        if not (spec.sound and type(server) is type(servers) is int and 0 <= server < servers):
+        if not (spec.is_valid and type(server) is type(servers) is int and 0 <= server < servers):
             raise UsageError(f"this is no table: {spec}, on server {server} of {servers}")
         # Values, a copy while they grow, and gradients: refuse a table that has no room for them.
-        free = memory()
-        if free is not None and 3 * FIRST * spec.dim * spec.kind.itemsize > free:
+        free = read_memory()
+        if free is not None and 3 * INITIAL_SLOTS * spec.dim * spec.torch_dtype.itemsize > free:
             raise UsageError(
                 f"rows of {spec.dim} numbers are too long for a "
                 f"server with {free:,} bytes of memory left"
             )
         self.spec, self.settings = spec, dict(settings)
-        self.count = 0
-        self._rule = row_optimizers.check(spec.rule, settings)
+        self.step_count = 0
+        self._rule = row_optimizers.find_rule(spec.rule, settings)
         self._server, self._servers = server, servers
-        self._empty()
+        self._remove_all_rows()
 
-    def _empty(self) -> None:
-        self._index = self._indexed(0)
-        self._ids = torch.empty(FIRST, dtype=torch.int64)
-        self._kept = [
-            torch.empty(FIRST, self.spec.dim, dtype=self.spec.kind)
-            for _ in range(1 + len(self._rule.remembers))
+    def _remove_all_rows(self) -> None:
+        self._index = self._build_index(0)
+        self._ids_by_slot = torch.empty(INITIAL_SLOTS, dtype=torch.int64)
+        self._row_tensors = [
+            torch.empty(INITIAL_SLOTS, self.spec.dim, dtype=self.spec.torch_dtype)
+            for _ in range(1 + len(self._rule.state_names))
         ]
-        self.used = 0
+        self.used_slots = 0
 
-    def _indexed(self, used: int) -> RowIndex:
+    def _build_index(self, used: int) -> RowIndex:
         """Build an index of the first `used` slots."""
         row_count = len(range(self._server, self.spec.rows, self._servers))
-        index: RowIndex = DirectIndex(row_count) if row_count <= DIRECT else HashedIndex()
+        index: RowIndex = DirectIndex(row_count) if row_count <= MAX_DIRECT_ROWS else HashedIndex()
         if used:
-            index.add(self._ids[:used].numpy() // self._servers, 0)
+            index.add_rows(self._ids_by_slot[:used].numpy() // self._servers, 0)
         return index
 
     def __len__(self) -> int:
-        return self.used
+        return self.used_slots
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows in use, with their optimizer state."""
-        return self.used * (
-            self._ids.itemsize + sum(tensor.shape[1] * tensor.itemsize for tensor in self._kept)
+        return self.used_slots * (
+            self._ids_by_slot.itemsize
+            + sum(tensor.shape[1] * tensor.itemsize for tensor in self._row_tensors)
         )
 
     # ---- rows
 
-    def read(self, ids: Tensor) -> Tensor:
+    def read_rows(self, ids: Tensor) -> Tensor:
         """Read the current values of some rows. Rows without a slot don't get one."""
-        slots = torch.from_numpy(self._index.find(self._mine(ids)))
-        if not self.used:
-            return self.spec.initial(ids)
-        values = self._kept[0].index_select(0, slots.clamp(min=0))
+        slots = torch.from_numpy(self._index.find_slots(self._compute_local_rows(ids)))
+        if not self.used_slots:
+            return self.spec.make_initial_rows(ids)
+        values = self._row_tensors[0].index_select(0, slots.clamp(min=0))
         absent = (slots < 0).nonzero()[:, 0]
         if len(absent):
-            values[absent] = self.spec.initial(ids[absent])
+            values[absent] = self.spec.make_initial_rows(ids[absent])
         return values
 
-    def step(
+    def take_step(
         self,
         pushed: Sequence[tuple[Tensor, Tensor]],
         settings: Settings | None = None,
@@ -235,7 +238,7 @@ class TableShard:
         undo: bool = False,
         factor: float = 1.0,
         part: float = 1.0,
-    ) -> RowsBefore:
+    ) -> RowUndo:
         """Take a step with the sum of some gradients, added in their order.
 
         Args:
@@ -251,62 +254,68 @@ class TableShard:
         Raises:
             Mismatch: If a gradient doesn't fit the table.
         """
-        before = self.change(settings)
+        before = self.change_settings(settings)
         for ids, grad in pushed:
             if (ids[1:] <= ids[:-1]).any():
                 raise Mismatch("the rows of a gradient come in order, each once")
-            if grad.dtype != self.spec.kind or grad.shape != (len(ids), self.spec.dim):
+            if grad.dtype != self.spec.torch_dtype or grad.shape != (len(ids), self.spec.dim):
                 raise Mismatch(
                     f"a gradient of {len(ids)} rows is {self.spec.dtype} [{len(ids)}, "
-                    f"{self.spec.dim}], and not {_form(grad)}"
+                    f"{self.spec.dim}], and not {_describe_tensor(grad)}"
                 )
-        ids, grad = row_optimizers.summed(pushed, self.spec.dim, self.spec.kind)
-        self.count += 1
-        slots = self._slots(ids)
+        ids, grad = row_optimizers.sum_row_gradients(pushed, self.spec.dim, self.spec.torch_dtype)
+        self.step_count += 1
+        slots = self._allot_slots(ids)
         # Rows that get their first slot in this step need no copy: undoing removes the slot.
         if undo:
-            changed_slots = slots[slots < before.used]
+            changed_slots = slots[slots < before.used_slots]
             before = before._replace(
-                slots=changed_slots,
-                kept=[tensor.index_select(0, changed_slots) for tensor in self._kept],
+                changed_slots=changed_slots,
+                row_tensors=[tensor.index_select(0, changed_slots) for tensor in self._row_tensors],
             )
-        rows = [tensor.index_select(0, slots) for tensor in self._kept]
+        rows = [tensor.index_select(0, slots) for tensor in self._row_tensors]
         step_settings = (
             self.settings if part == 1.0 else {**self.settings, "lr": self.settings["lr"] * part}
         )
-        self._rule.step(rows, grad if factor == 1.0 else grad * factor, step_settings, self.count)
-        for tensor, values in zip(self._kept, rows, strict=True):
+        self._rule.step(
+            rows, grad if factor == 1.0 else grad * factor, step_settings, self.step_count
+        )
+        for tensor, values in zip(self._row_tensors, rows, strict=True):
             tensor.index_copy_(0, slots, values)
         return before
 
-    def change(self, settings: Settings | None) -> RowsBefore:
+    def change_settings(self, settings: Settings | None) -> RowUndo:
         """Take a step without a gradient: change the settings, if there are any.
 
         Returns the argument of `undo_step`.
         """
-        no_rows = [tensor.new_empty(0, self.spec.dim) for tensor in self._kept]
-        before = RowsBefore(
-            self.count, self.settings, self.used, torch.empty(0, dtype=torch.int64), no_rows
+        no_rows = [tensor.new_empty(0, self.spec.dim) for tensor in self._row_tensors]
+        before = RowUndo(
+            self.step_count,
+            self.settings,
+            self.used_slots,
+            torch.empty(0, dtype=torch.int64),
+            no_rows,
         )
         if settings:
-            row_optimizers.check(self.spec.rule, settings)
+            row_optimizers.find_rule(self.spec.rule, settings)
             self.settings = dict(settings)
         return before
 
-    def back(self, before: RowsBefore) -> None:
+    def undo_step(self, before: RowUndo) -> None:
         """Undo the last step, from the result of `take_step` or `change_settings`."""
-        self.count, self.settings = before.steps, before.settings
-        for tensor, values in zip(self._kept, before.kept, strict=True):
-            tensor.index_copy_(0, before.slots, values)
+        self.step_count, self.settings = before.step_count, before.settings
+        for tensor, values in zip(self._row_tensors, before.row_tensors, strict=True):
+            tensor.index_copy_(0, before.changed_slots, values)
         # Rows that were new in the step lie in the last slots. An index can't remove rows, so it is
         # built again.
-        if self.used > before.used:
-            self._index, self.used = self._indexed(before.used), before.used
+        if self.used_slots > before.used_slots:
+            self._index, self.used_slots = self._build_index(before.used_slots), before.used_slots
 
-    def _mine(self, ids: Tensor) -> Any:
+    def _compute_local_rows(self, ids: Tensor) -> Any:
         """Compute the numbers of some rows on this server. Raises `Mismatch` for foreign rows."""
         if ids.dtype != torch.int64 or ids.dim() != 1:
-            raise Mismatch(f"rows are named by one int64 each, and not by {_form(ids)}")
+            raise Mismatch(f"rows are named by one int64 each, and not by {_describe_tensor(ids)}")
         numbers = ids.numpy()
         if len(numbers) and (
             numbers.min() < 0
@@ -319,76 +328,83 @@ class TableShard:
             )
         return numbers // self._servers
 
-    def _slots(self, ids: Tensor) -> Tensor:
+    def _allot_slots(self, ids: Tensor) -> Tensor:
         """Get the slots of some rows, giving a slot and initial values to rows without one."""
-        numbers = self._mine(ids)
-        slots = self._index.find(numbers)
+        numbers = self._compute_local_rows(ids)
+        slots = self._index.find_slots(numbers)
         absent = np.flatnonzero(slots < 0)
         if len(absent):
-            first, new_ids = self.used, ids[torch.from_numpy(absent)]
+            first, new_ids = self.used_slots, ids[torch.from_numpy(absent)]
             self._make_room(first + len(absent))
-            self._index.add(numbers[absent], first)
+            self._index.add_rows(numbers[absent], first)
             slots[absent] = np.arange(first, first + len(absent))
             new_slots = slice(first, first + len(absent))
-            self._ids[new_slots], self._kept[0][new_slots] = new_ids, self.spec.initial(new_ids)
-            for state in self._kept[1:]:
-                state[new_slots] = self._rule.first(self.settings)
-            self.used = first + len(absent)
+            self._ids_by_slot[new_slots], self._row_tensors[0][new_slots] = (
+                new_ids,
+                self.spec.make_initial_rows(new_ids),
+            )
+            for state in self._row_tensors[1:]:
+                state[new_slots] = self._rule.make_initial_state(self.settings)
+            self.used_slots = first + len(absent)
         return torch.from_numpy(slots)
 
     def _make_room(self, slots: int) -> None:
-        size = len(self._ids)
+        size = len(self._ids_by_slot)
         while size < slots:
             size *= 2
-        if size > len(self._ids):
-            self._ids = _longer(self._ids, size, self.used)
-            self._kept = [_longer(tensor, size, self.used) for tensor in self._kept]
+        if size > len(self._ids_by_slot):
+            self._ids_by_slot = _lengthen_tensor(self._ids_by_slot, size, self.used_slots)
+            self._row_tensors = [
+                _lengthen_tensor(tensor, size, self.used_slots) for tensor in self._row_tensors
+            ]
 
     # ---- state
 
-    def part(self, start: int, stop: int) -> dict[str, Tensor]:
+    def get_part(self, start: int, stop: int) -> dict[str, Tensor]:
         """Get rows `start` to `stop` in the order of first use, with their optimizer state."""
-        names = ("values", *self._rule.remembers)
-        return {"ids": self._ids[start : min(stop, self.used)]} | {
-            name: tensor[start : min(stop, self.used)]
-            for name, tensor in zip(names, self._kept, strict=True)
+        names = ("values", *self._rule.state_names)
+        return {"ids": self._ids_by_slot[start : min(stop, self.used_slots)]} | {
+            name: tensor[start : min(stop, self.used_slots)]
+            for name, tensor in zip(names, self._row_tensors, strict=True)
         }
 
-    def put(self, part: Mapping[str, Tensor]) -> None:
+    def load_part(self, part: Mapping[str, Tensor]) -> None:
         """Load rows from `get_part`, perhaps of another server. Skips rows that lie elsewhere."""
         here = part["ids"] % self._servers == self._server
-        slots = self._slots(part["ids"][here])
-        for name, tensor in zip(("values", *self._rule.remembers), self._kept, strict=True):
+        slots = self._allot_slots(part["ids"][here])
+        for name, tensor in zip(
+            ("values", *self._rule.state_names), self._row_tensors, strict=True
+        ):
             tensor.index_copy_(0, slots, part[name][here])
 
-    def forget(self, seed: int, count: int) -> None:
+    def reset_rows(self, seed: int, count: int) -> None:
         """Reset the table as if no row had been used. Initial values follow from the seed."""
-        self.spec, self.count = replace(self.spec, seed=seed), count
-        self._empty()
+        self.spec, self.step_count = replace(self.spec, seed=seed), count
+        self._remove_all_rows()
 
-    def fingerprint(self) -> int:
+    def compute_fingerprint(self) -> int:
         """Compute a sum over the rows in use, modulo 2 ** 64.
 
         It depends neither on the order in which rows were first used nor on how many servers there
         are.
         """
         total = 0
-        for start in range(0, self.used, row_optimizers.AT_ONCE):
-            part = self.part(start, start + row_optimizers.AT_ONCE)
+        for start in range(0, self.used_slots, row_optimizers.ROWS_AT_A_TIME):
+            part = self.get_part(start, start + row_optimizers.ROWS_AT_A_TIME)
             words = part["values"].contiguous().view(torch.int32).numpy().astype(np.uint64)
-            state = row_optimizers.mix(part["ids"].numpy().astype(np.uint64))
+            state = row_optimizers.mix_bits(part["ids"].numpy().astype(np.uint64))
             # Mix the columns of all rows in turn, then add up the rows: addition has no order.
             for column in words.T:
-                state = row_optimizers.mix(state ^ column)
+                state = row_optimizers.mix_bits(state ^ column)
             total += int(state.sum(dtype=np.uint64))
         return total % (1 << 64)
 
 
-def _longer(tensor: Tensor, size: int, used: int) -> Tensor:
+def _lengthen_tensor(tensor: Tensor, size: int, used: int) -> Tensor:
     longer = torch.empty(size, *tensor.shape[1:], dtype=tensor.dtype)
     longer[:used] = tensor[:used]
     return longer
 
 
-def _form(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

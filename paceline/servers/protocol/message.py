@@ -37,21 +37,21 @@ from paceline.errors import Mismatch, UsageError
 # Number of a unit, an optimizer or a table, from 0 on.
 Index = NewType("Index", int)
 # Errors that `unpack` may raise.
-MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, UsageError)
+MALFORMED_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, UsageError)
 
 
 class FieldCodec(NamedTuple):
     """How the values of one field type travel."""
 
     # Converts the received value of the named field. Takes tensors from the iterator.
-    load: Callable[[str, Any, Iterator[Tensor]], Any]
+    load_value: Callable[[str, Any, Iterator[Tensor]], Any]
     # Converts a value to the one that travels, and appends tensors to the list. None: no change.
-    dump: Callable[[Any, list[Tensor]], Any] | None = None
+    dump_value: Callable[[Any, list[Tensor]], Any] | None = None
     # Received values of these types need no `load_value`.
-    plain: frozenset[type] = frozenset()
+    plain_types: frozenset[type] = frozenset()
 
 
-class Content(NamedTuple):
+class MessageContent(NamedTuple):
     """The content of a message, as `RpcClient` and `RpcServer` send and receive it."""
 
     body: dict[str, Any]
@@ -65,11 +65,11 @@ class Message:
     """
 
     # Codecs of fields in the header, by name.
-    _values: ClassVar[dict[str, FieldCodec]] = {}
+    _header_codecs: ClassVar[dict[str, FieldCodec]] = {}
     # Codecs of tensor fields, which travel after the header.
-    _tensors: ClassVar[dict[str, FieldCodec]] = {}
+    _tensor_codecs: ClassVar[dict[str, FieldCodec]] = {}
     # Header fields that are converted before they travel.
-    _dumped: ClassVar[list[tuple[str, Callable[[Any, list[Tensor]], Any]]]] = []
+    _converted_fields: ClassVar[list[tuple[str, Callable[[Any, list[Tensor]], Any]]]] = []
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -78,60 +78,70 @@ class Message:
             for name, hint in get_type_hints(cls).items()
             if get_origin(hint) is not ClassVar
         }
-        cls._tensors = {name: _TENSORS[hint] for name, hint in hints.items() if hint in _TENSORS}
-        cls._values = {name: _codec(hint) for name, hint in hints.items() if hint not in _TENSORS}
-        cls._dumped = [
-            (name, codec.dump) for name, codec in cls._values.items() if codec.dump is not None
+        cls._tensor_codecs = {
+            name: _TENSOR_CODECS[hint] for name, hint in hints.items() if hint in _TENSOR_CODECS
+        }
+        cls._header_codecs = {
+            name: _make_codec(hint) for name, hint in hints.items() if hint not in _TENSOR_CODECS
+        }
+        cls._converted_fields = [
+            (name, codec.dump_value)
+            for name, codec in cls._header_codecs.items()
+            if codec.dump_value is not None
         ]
 
-    def pack(self) -> Content:
+    def pack(self) -> MessageContent:
         """Convert to the content that travels.
 
         Tensors are not copied, so they must not change until they have arrived.
         """
         tensors: list[Tensor] = []
-        return Content(self.dump(tensors), tensors)
+        return MessageContent(self.dump_fields(tensors), tensors)
 
     @classmethod
     def unpack(cls, body: Mapping[str, Any], tensors: Sequence[Tensor]) -> Self:
         """Make a message from what `pack` gave. Raises one of `MALFORMED_ERRORS` for other data."""
         rest = iter(tensors)
-        message = cls.load(body, rest)
+        message = cls.load_fields(body, rest)
         if next(rest, None) is not None:
             raise ValueError(f"{cls.__name__} has fewer tensors than the message")
         return message
 
-    def dump(self, tensors: list[Tensor]) -> dict[str, Any]:
+    def dump_fields(self, tensors: list[Tensor]) -> dict[str, Any]:
         """Make the header, and append the tensors to the list."""
         body = dict(vars(self))
         # The tensors of nested messages come first, then those of this one: `load_fields` takes
         # them in the same order.
-        for name in self._tensors:
+        for name in self._tensor_codecs:
             del body[name]
-        for name, dump in self._dumped:
+        for name, dump in self._converted_fields:
             body[name] = dump(body[name], tensors)
-        for name in self._tensors:
+        for name in self._tensor_codecs:
             value = getattr(self, name)
             tensors += value if isinstance(value, tuple) else (value,)
         return body
 
     @classmethod
-    def load(cls, body: Mapping[str, Any], tensors: Iterator[Tensor]) -> Self:
+    def load_fields(cls, body: Mapping[str, Any], tensors: Iterator[Tensor]) -> Self:
         """Make a message from what `dump_fields` gave, taking its tensors from the iterator."""
         if not isinstance(body, Mapping):
             raise TypeError(f"{cls.__name__} is no {body!r:.100}")
         message = cls.__new__(cls)
         # Fill the fields directly: a frozen dataclass would need a slow call for each of them.
         fields = vars(message)
-        for name, codec in cls._values.items():
+        for name, codec in cls._header_codecs.items():
             value = body[name]
-            fields[name] = value if type(value) in codec.plain else codec.load(name, value, tensors)
+            fields[name] = (
+                value
+                if type(value) in codec.plain_types
+                else codec.load_value(name, value, tensors)
+            )
         if len(body) > len(fields):
             raise LookupError(
                 f"{cls.__name__} has no {', '.join(map(repr, body.keys() - fields.keys())):.100}"
             )
-        for name, codec in cls._tensors.items():
-            fields[name] = codec.load(name, None, tensors)
+        for name, codec in cls._tensor_codecs.items():
+            fields[name] = codec.load_value(name, None, tensors)
         return message
 
 
@@ -151,13 +161,13 @@ class Request(Message, Generic[R]):
     """
 
     kind: ClassVar[str]
-    reply: ClassVar[type[Message]]
+    reply_class: ClassVar[type[Message]]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         cls.kind = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         # The reply is the parameter of the base class, which Python keeps in this attribute.
-        (cls.reply,) = (get_args(base)[0] for base in vars(cls)["__orig_bases__"])
+        (cls.reply_class,) = (get_args(base)[0] for base in vars(cls)["__orig_bases__"])
 
     @property
     def step_served(self) -> int:
@@ -173,18 +183,18 @@ Handlers = dict[type[Request[Any]], Callable[[int, Any], Message | None]]
 class SentRequest(NamedTuple, Generic[R]):
     """A request on its way to a server."""
 
-    caller: RpcClient
+    client: RpcClient
     number: int
     request: type[Request[R]]
 
-    def wait(self, seconds: float) -> R:
+    def wait_for_reply(self, seconds: float) -> R:
         """Wait for the reply. Raises the errors of `RpcClient.wait_for_answer`."""
-        return _replied(
-            self.request, self.caller, self.caller.wait_for_answer(self.number, seconds)
+        return _unpack_reply(
+            self.request, self.client, self.client.wait_for_answer(self.number, seconds)
         )
 
 
-def send(caller: RpcClient, request: Request[R], seconds: float) -> SentRequest[R]:
+def send_request(caller: RpcClient, request: Request[R], seconds: float) -> SentRequest[R]:
     """Send a request.
 
     Its tensors must not change until the reply has come. Raises the errors of `RpcClient.send`.
@@ -196,25 +206,25 @@ def send(caller: RpcClient, request: Request[R], seconds: float) -> SentRequest[
     return SentRequest(caller, number, type(request))
 
 
-def call(caller: RpcClient, request: Request[R], seconds: float) -> R:
+def call_server(caller: RpcClient, request: Request[R], seconds: float) -> R:
     """Send a request and wait for its reply. Raises the errors of `RpcClient.call`."""
     body, tensors = request.pack()
     answer = caller.call(
         request.kind, step=request.step_served, body=body, tensors=tensors, seconds=seconds
     )
-    return _replied(type(request), caller, answer)
+    return _unpack_reply(type(request), caller, answer)
 
 
-def _replied(request_class: type[Request[R]], caller: RpcClient, answer: RpcMessage) -> R:
+def _unpack_reply(request_class: type[Request[R]], caller: RpcClient, answer: RpcMessage) -> R:
     try:
-        return request_class.reply.unpack(answer.body, answer.tensors)  # type: ignore[return-value]
-    except MALFORMED as error:
+        return request_class.reply_class.unpack(answer.body, answer.tensors)  # type: ignore[return-value]
+    except MALFORMED_ERRORS as error:
         raise Mismatch(
             f"{caller.who} answered {request_class.kind} with something else: {error}"
         ) from error
 
 
-def _of(*types: type) -> FieldCodec:
+def _make_plain_codec(*types: type) -> FieldCodec:
     """Make the codec of values of these types, which travel as they are."""
 
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -222,10 +232,10 @@ def _of(*types: type) -> FieldCodec:
             raise TypeError(f"{name} is {value!r:.100}")
         return value
 
-    return FieldCodec(load, plain=frozenset(types))
+    return FieldCodec(load, plain_types=frozenset(types))
 
 
-def _index(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
+def _load_index(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
     """Check a number that is counted from 0 on.
 
     With a negative number, Python would count from the end of a list.
@@ -235,24 +245,26 @@ def _index(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
-def _tensor(name: str, value: Any, tensors: Iterator[Tensor]) -> Tensor:
+def _load_tensor(name: str, value: Any, tensors: Iterator[Tensor]) -> Tensor:
     tensor = next(tensors, None)
     if tensor is None:
         raise LookupError(f"there is no tensor {name}")
     return tensor
 
 
-def _optional(inner: FieldCodec) -> FieldCodec:
+def _make_optional_codec(inner: FieldCodec) -> FieldCodec:
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
-        return None if value is None else inner.load(name, value, tensors)
+        return None if value is None else inner.load_value(name, value, tensors)
 
     def dump(value: Any, tensors: list[Tensor]) -> Any:
-        return None if value is None or inner.dump is None else inner.dump(value, tensors)
+        return (
+            None if value is None or inner.dump_value is None else inner.dump_value(value, tensors)
+        )
 
-    return FieldCodec(load, inner.dump and dump, inner.plain | {NoneType})
+    return FieldCodec(load, inner.dump_value and dump, inner.plain_types | {NoneType})
 
 
-def _list(each: FieldCodec, length: int | None = None) -> FieldCodec:
+def _make_tuple_codec(each: FieldCodec, length: int | None = None) -> FieldCodec:
     """Make the codec of a tuple with values of one type. `length`: the valid length, if fixed."""
 
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
@@ -260,62 +272,66 @@ def _list(each: FieldCodec, length: int | None = None) -> FieldCodec:
             len(value) if length is None else length
         ):
             raise TypeError(f"{name} is {value!r:.100}")
-        return tuple([each.load(name, entry, tensors) for entry in value])
+        return tuple([each.load_value(name, entry, tensors) for entry in value])
 
     def dump(value: Any, tensors: list[Tensor]) -> Any:
-        return value if each.dump is None else [each.dump(entry, tensors) for entry in value]
+        return (
+            value
+            if each.dump_value is None
+            else [each.dump_value(entry, tensors) for entry in value]
+        )
 
-    return FieldCodec(load, each.dump and dump)
+    return FieldCodec(load, each.dump_value and dump)
 
 
-def _pair(first: FieldCodec, second: FieldCodec) -> FieldCodec:
+def _make_pair_codec(first: FieldCodec, second: FieldCodec) -> FieldCodec:
     """Make the codec of a tuple of two plain values of different types."""
 
     def load(name: str, value: Any, tensors: Iterator[Tensor]) -> Any:
         if not isinstance(value, list | tuple) or len(value) != 2:
             raise TypeError(f"{name} is {value!r:.100}")
-        return first.load(name, value[0], tensors), second.load(name, value[1], tensors)
+        return first.load_value(name, value[0], tensors), second.load_value(name, value[1], tensors)
 
     return FieldCodec(load)
 
 
-def _message(kind: type[Message]) -> FieldCodec:
+def _make_message_codec(kind: type[Message]) -> FieldCodec:
     return FieldCodec(
-        lambda name, value, tensors: kind.load(value, tensors),
+        lambda name, value, tensors: kind.load_fields(value, tensors),
         lambda value, tensors: value.dump(tensors),
     )
 
 
-def _codec(hint: Any) -> FieldCodec:
+def _make_codec(hint: Any) -> FieldCodec:
     """Make the codec of a field type. Raises `AssertionError` for a type that can't travel."""
-    if hint in _PLAIN:
-        return _PLAIN[hint]
+    if hint in _PLAIN_CODECS:
+        return _PLAIN_CODECS[hint]
     origin, args = get_origin(hint), get_args(hint)
     if origin in (UnionType, Union) and args[1:] == (NoneType,):
-        return _optional(_codec(args[0]))
+        return _make_optional_codec(_make_codec(args[0]))
     if origin is tuple and args[1:] == (...,):
-        return _list(_codec(args[0]))
+        return _make_tuple_codec(_make_codec(args[0]))
     if origin is tuple and len({*args}) == 1:
-        return _list(_codec(args[0]), len(args))
+        return _make_tuple_codec(_make_codec(args[0]), len(args))
     if origin is tuple and len(args) == 2:
-        return _pair(*map(_codec, args))
+        return _make_pair_codec(*map(_make_codec, args))
     assert isinstance(hint, type) and issubclass(hint, Message), (
         f"a message can't have a field of type {hint}"
     )
-    return _message(hint)
+    return _make_message_codec(hint)
 
 
-_PLAIN: dict[Any, FieldCodec] = {
+_PLAIN_CODECS: dict[Any, FieldCodec] = {
     Any: FieldCodec(lambda name, value, tensors: value),
-    Index: FieldCodec(_index),
-    Mapping[str, Any]: _of(dict),
-    bool: _of(bool),
-    bytes: _of(bytes),
-    float: _of(float, int),
-    int: _of(int),
-    str: _of(str),
+    Index: FieldCodec(_load_index),
+    Mapping[str, Any]: _make_plain_codec(dict),
+    bool: _make_plain_codec(bool),
+    bytes: _make_plain_codec(bytes),
+    float: _make_plain_codec(float, int),
+    int: _make_plain_codec(int),
+    str: _make_plain_codec(str),
 }
-_TENSORS: dict[Any, FieldCodec] = {
-    Tensor: FieldCodec(_tensor),
+_TENSOR_CODECS: dict[Any, FieldCodec] = {
+    Tensor: FieldCodec(_load_tensor),
     tuple[Tensor, ...]: FieldCodec(lambda name, value, tensors: tuple(tensors)),
 }

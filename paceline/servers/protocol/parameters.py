@@ -27,7 +27,7 @@ from paceline.servers.protocol.message import Acknowledged, Index, Message, Requ
 from paceline.servers.protocol.samples import MissingWorkers
 
 # Changed settings: number of each group, and its settings from now on.
-Changes = tuple[tuple[int, Mapping[str, Any]], ...]
+SettingChanges = tuple[tuple[int, Mapping[str, Any]], ...]
 
 
 # ---- the beginning
@@ -149,7 +149,7 @@ class CloseStep(Request[Acknowledged]):
     turn: int
     workers: tuple[int, ...]
     factor: float
-    settings: Changes
+    settings: SettingChanges
     decided: bool = False
     part: float = 1.0
     keep: bool = False
@@ -177,7 +177,7 @@ class ApplyGradient(Request[Acknowledged]):
     step: int
     factor: float
     part: float
-    settings: Changes
+    settings: SettingChanges
 
 
 @dataclass(frozen=True)

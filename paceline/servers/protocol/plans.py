@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgpack
 import torch
 
-from paceline.cluster.machine import memory
+from paceline.cluster.machine import read_memory
 from paceline.comm.bucket_layout import BucketShape
 from paceline.comm.wire_format import DTYPES
 from paceline.errors import UsageError
@@ -17,7 +17,7 @@ from paceline.servers.process.partition import RowRange
 from paceline.servers.process.shard import ShardPlan
 
 
-def write(plan: ShardPlan) -> bytes:
+def pack_plan(plan: ShardPlan) -> bytes:
     """Convert a plan to bytes for a server."""
     piece_entries = [
         [
@@ -32,22 +32,22 @@ def write(plan: ShardPlan) -> bytes:
         for piece in plan.pieces
     ]
     owners, optimizers = (
-        [list(owner) for owner in plan.owners],
+        [list(owner) for owner in plan.piece_owners],
         [list(optimizer) for optimizer in plan.optimizers],
     )
     packed: bytes = msgpack.packb(
         [
             piece_entries,
-            plan.runs,
+            plan.unit_pieces,
             owners,
             optimizers,
-            [codings.put(phases) for phases in plan.ways],
+            [codings.pack_phases(phases) for phases in plan.unit_phases],
         ]
     )
     return packed
 
 
-def read(packed: bytes) -> ShardPlan:
+def unpack_plan(packed: bytes) -> ShardPlan:
     """Make a plan from bytes.
 
     Raises `UsageError` for other bytes, or for a plan that takes more memory than there is.
@@ -70,12 +70,16 @@ def read(packed: bytes) -> ShardPlan:
             [(name, entry) for name, entry in optimizers],
         )
         plan = ShardPlan(
-            pieces, runs, owner_pairs, optimizer_pairs, [codings.take(entry) for entry in ways]
+            pieces,
+            runs,
+            owner_pairs,
+            optimizer_pairs,
+            [codings.unpack_phases(entry) for entry in ways],
         )
-        nbytes = sum(_size(piece) for piece in pieces)
+        nbytes = sum(_count_piece_bytes(piece) for piece in pieces)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise UsageError(f"this is no plan of a server: {type(error).__name__}") from error
-    free = memory()
+    free = read_memory()
     if free is not None and nbytes > free:
         raise UsageError(
             f"a server is to keep {nbytes:,} bytes of parameters, and its host has {free:,} bytes "
@@ -86,13 +90,13 @@ def read(packed: bytes) -> ShardPlan:
     if (
         numbers != list(range(len(pieces)))
         or len(owners) != len(pieces)
-        or len(plan.ways) != len(runs)
+        or len(plan.unit_phases) != len(runs)
     ):
         raise UsageError("this is no plan of a server: pieces are missing in it")
     return plan
 
 
-def _size(piece: RowRange) -> int:
+def _count_piece_bytes(piece: RowRange) -> int:
     """Count the bytes of a piece. Raises `ValueError` if its sizes and strides are invalid."""
     values = (piece.slot, piece.start, piece.stop, *piece.shape.size, *piece.shape.stride)
     if any(type(value) is not int or not 0 <= value < 1 << 48 for value in values) or len(

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.formatting import unknown
+from paceline.formatting import describe_unknown_choice
 
 Mode = Literal["sum", "mean"]
 
@@ -38,7 +38,7 @@ class RowSource(Protocol):
         """Announce ids that will be pulled after the next step."""
         ...
 
-    def weigh(self) -> float:
+    def report_backward(self) -> float:
         """Report that a backward has reached the table.
 
         Returns the weight of this worker's gradients in the mean over all workers. It is 0 if the
@@ -103,7 +103,7 @@ class SparseEmbedding(nn.Module):
             raise UsageError(
                 f"SparseEmbedding({rows}, {dim}) is not a table; give 1 row and 1 column or more"
             )
-        if wrong := unknown("mode", mode, Mode):
+        if wrong := describe_unknown_choice("mode", mode, Mode):
             raise UsageError(f"{wrong} (a table on servers has no other modes)")
         if padding_idx is not None and not -rows <= padding_idx < rows:
             raise UsageError(
@@ -178,7 +178,7 @@ class SparseEmbedding(nn.Module):
                 f"SparseEmbedding got ids of shape {list(input.shape)}{given}; "
                 "give (bags, ids), or 1-D ids and offsets"
             )
-        source, ids, places = self._source, *self._unique(input)
+        source, ids, places = self._source, *self._find_unique(input)
         training = torch.is_grad_enabled() and self.weight.requires_grad
         values = source.pull(ids, train=training).to(self.weight.device)
         # F.embedding_bag refuses a table without rows, even if all bags are empty.
@@ -187,9 +187,9 @@ class SparseEmbedding(nn.Module):
         # The pulled rows are a leaf of their own: the hook takes their gradient from backward.
         if training:
             values.requires_grad_().register_post_accumulate_grad_hook(
-                lambda leaf: self._arrived(ids, leaf)
+                lambda leaf: self._add_gradient(ids, leaf)
             )
-        padding = None if self.padding_idx is None else _place(ids, self.padding_idx)
+        padding = None if self.padding_idx is None else _find_place(ids, self.padding_idx)
         offsets = None if offsets is None else offsets.to(places.device, torch.int64)
         last = self.include_last_offset and offsets is not None
         return F.embedding_bag(
@@ -201,7 +201,7 @@ class SparseEmbedding(nn.Module):
 
         Servers send their rows as soon as the present step is made, while this worker goes on.
         """
-        source, ids = self._source, self._unique(input)[0]
+        source, ids = self._source, self._find_unique(input)[0]
         if len(ids):
             source.prefetch(ids)
 
@@ -211,7 +211,7 @@ class SparseEmbedding(nn.Module):
 
         Each worker may look up other ids.
         """
-        unique, places = self._unique(ids)
+        unique, places = self._find_unique(ids)
         return self._source.pull(unique, train=False).to(self.weight.device)[places]
 
     @property
@@ -223,7 +223,7 @@ class SparseEmbedding(nn.Module):
             )
         return self.source
 
-    def _unique(self, input: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_unique(self, input: Tensor) -> tuple[Tensor, Tensor]:
         """Find the unique ids in `input`, sorted, on the CPU; and the index of each element."""
         if input.dtype not in (torch.int64, torch.int32):
             raise UsageError(f"SparseEmbedding got ids of {input.dtype}; give int64")
@@ -237,7 +237,7 @@ class SparseEmbedding(nn.Module):
 
     # ---- backward
 
-    def _arrived(self, ids: Tensor, leaf: Tensor) -> None:
+    def _add_gradient(self, ids: Tensor, leaf: Tensor) -> None:
         """Take the gradient of pulled rows, when a backward reaches them."""
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
@@ -246,8 +246,8 @@ class SparseEmbedding(nn.Module):
                 "backward(create_graph=True) reached a SparseEmbedding, whose gradients go to "
                 "servers without a graph: use torch.autograd.grad"
             )
-        self._check()
-        factor = self._source.weigh()
+        self._check_weight_grad()
+        factor = self._source.report_backward()
         # zero_grad has set weight.grad to None: the gradients before it are over.
         if self.weight.grad is None:
             self._found = []
@@ -261,7 +261,7 @@ class SparseEmbedding(nn.Module):
             ids, grad = ids[is_trained], grad[is_trained]
         self._found.append((ids, grad))
 
-    def _check(self) -> None:
+    def _check_weight_grad(self) -> None:
         """Raise `UsageError` if `weight.grad` was changed by anything but zero_grad.
 
         It stands for the gradients of rows, so changes of it would be ignored.
@@ -290,13 +290,13 @@ class SparseEmbedding(nn.Module):
 
         Each is the ids of rows (sorted, unique) and their values.
         """
-        self._check()
+        self._check_weight_grad()
         if self.weight.grad is None:
             self._found = []
             return None
         return self._found
 
 
-def _place(ids: Tensor, row: int) -> int | None:
+def _find_place(ids: Tensor, row: int) -> int | None:
     places = (ids == row).nonzero()
     return int(places[0, 0]) if len(places) else None

@@ -22,21 +22,21 @@ from torch.optim import Optimizer
 from paceline.comm.sample_queue import SampleQueue
 from paceline.errors import UsageError
 from paceline.servers.process.endpoints import ServerEndpoints
-from paceline.servers.protocol.message import call
+from paceline.servers.protocol.message import call_server
 from paceline.servers.protocol.parameters import PlanShard
-from paceline.servers.protocol.plans import write
+from paceline.servers.protocol.plans import pack_plan
 from paceline.servers.protocol.recovery import DiscardPushes
-from paceline.servers.tables.steps import PerWorkerRowSteps
-from paceline.servers.worker import transfer
-from paceline.servers.worker.clipping import PendingClip, covered
+from paceline.servers.tables.row_steps import PerWorkerRowSteps
+from paceline.servers.worker import state_transfer
+from paceline.servers.worker.clipping import PendingClip, find_clipped_optimizers
 from paceline.servers.worker.consistency import ConsistencyModel
 from paceline.servers.worker.link import ServerLink
 from paceline.servers.worker.options import ServerOptions
 from paceline.servers.worker.replication import ServerReplication
-from paceline.servers.worker.units import packed
+from paceline.servers.worker.transfer_units import bytes_to_tensor
 from paceline.sync.base import Slot
 from paceline.sync.context import SyncContext
-from paceline.trace import Served
+from paceline.trace import ServerWork
 
 
 class ParameterServerSync:
@@ -66,17 +66,17 @@ class ParameterServerSync:
         self.rows = PerWorkerRowSteps(self.link)
         self.consistency = model.make(self.link, self.rows)
         self._endpoints: ServerEndpoints | None = None
-        self._waiting = False  # this worker has joined, and has no addresses of servers yet
-        self._at: dict[int, int] = {}
-        self._grads: dict[int, Tensor] = {}
+        self._awaits_servers = False  # this worker has joined, and has no addresses of servers yet
+        self._link_slots: dict[int, int] = {}
+        self._gradient_sums: dict[int, Tensor] = {}
 
     @property
     def replicas_diverge(self) -> bool:
-        return self.link.free
+        return self.link.is_out_of_lockstep
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        return self.consistency.sample_queue if self.link.free else None
+        return self.consistency.sample_queue if self.link.is_out_of_lockstep else None
 
     # ---- parameters and their servers
 
@@ -94,32 +94,34 @@ class ParameterServerSync:
                 "another strategy"
             )
         stepped = [index for index, slot in enumerate(slots) if slot.optimizer is not None]
-        self._at = {index: link_index for link_index, index in enumerate(stepped)}
-        link.attach(
+        self._link_slots = {index: link_index for link_index, index in enumerate(stepped)}
+        link.attach_slots(
             [slot for slot in slots if slot.optimizer is not None],
-            [optimizer for optimizer in link.optimizers if self.rows.has(optimizer)],
+            [optimizer for optimizer in link.optimizers if self.rows.steps_tables(optimizer)],
         )
         # Slots may be attached again, with more parameters: the earlier servers end.
-        link.connections.dismiss(told=self.context.group.rank == 0)
+        link.connections.dismiss_servers(told=self.context.group.rank == 0)
         assert self.context.servers is not None
         endpoints = self.context.servers(link.options.servers, link.options.replicas)
-        if (copies := transfer.replication(link, endpoints)) is not None:
-            self.consistency.survive(copies)
-        self._waiting = endpoints.pool is not None and not endpoints.addresses
+        if (copies := state_transfer.make_replication(link, endpoints)) is not None:
+            self.consistency.enable_recovery(copies)
+        self._awaits_servers = endpoints.pool is not None and not endpoints.addresses
         # A worker that joins later connects in `regroup`, and finds the servers filled.
-        if not self._waiting:
-            self._enter(endpoints)
-            link.codec.measure(link.connections, link.seconds)
-            for server, plan in enumerate(link.plans):
-                link.connections.tell(server, PlanShard(packed(write(plan))), link.seconds)
-            self._hand_over(None)
+        if not self._awaits_servers:
+            self._connect_servers(endpoints)
+            link.codec.measure_link(link.connections, link.deadline)
+            for server, plan in enumerate(link.shard_plans):
+                link.connections.tell_all_copies(
+                    server, PlanShard(bytes_to_tensor(pack_plan(plan))), link.deadline
+                )
+            self._fill_servers(None)
 
-    def _enter(self, endpoints: ServerEndpoints) -> None:
+    def _connect_servers(self, endpoints: ServerEndpoints) -> None:
         self._endpoints = endpoints
-        self.link.enter(endpoints)
-        self.consistency.begin()
+        self.link.use_servers(endpoints)
+        self.consistency.begin_steps()
 
-    def _hand_over(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
+    def _fill_servers(self, memories: Sequence[Mapping[str, Any]] | None) -> None:
         """Fill servers with the first worker's parameters and optimizer state. Collective.
 
         `memories` is the optimizer state of each slot. None: the state of the local optimizers.
@@ -131,34 +133,38 @@ class ParameterServerSync:
             for slot in link.slots
             if slot.optimizer is not None
         ]
-        if link.connections.of and self.context.group.rank == 0:
-            transfer.fill(link, local_memories if memories is None else memories)
+        if link.connections.callers_by_shard and self.context.group.rank == 0:
+            state_transfer.fill_servers(link, local_memories if memories is None else memories)
         self.context.agreement.meet("servers")
 
     # ---- backward: complete units are pushed
 
-    def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        factor = self.link.factor(grad, scale)
+    def take_gradient(self, number: int, grad: Tensor, scale: float) -> None:
+        factor = self.link.compute_push_factor(grad, scale)
         # A factor of 0 means zeros, even for gradients that are inf or nan.
         value = (
             torch.zeros_like(grad) if factor == 0.0 else grad if factor == 1.0 else grad * factor
         )
         # The gradient of a parameter that no optimizer steps isn't pushed.
-        key = self._at.get(number, ~number)
-        self._grads[key] = self._grads[key] + value if key in self._grads else value
+        key = self._link_slots.get(number, ~number)
+        self._gradient_sums[key] = (
+            self._gradient_sums[key] + value if key in self._gradient_sums else value
+        )
         # Push a unit as soon as all of its parameters have a gradient. Later changes of p.grad
         # are pushed again before the step.
-        for unit in self.link.layout.of.get(key, ()):
-            if not unit.pushed and all(piece.slot in self._grads for piece, _ in unit.members):
-                self.consistency.pushing(unit.optimizer)
+        for unit in self.link.layout.units_by_slot.get(key, ()):
+            if not unit.pushed_gradients and all(
+                piece.slot in self._gradient_sums for piece, _ in unit.members
+            ):
+                self.consistency.prepare_push(unit.optimizer)
                 self.link.push_early(
-                    unit, {piece.slot: self._grads[piece.slot] for piece, _ in unit.members}
+                    unit, {piece.slot: self._gradient_sums[piece.slot] for piece, _ in unit.members}
                 )
 
-    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        self.link.weigh()
-        sums, self._grads = self._grads, {}
-        served = [(index, sums[key]) for index, key in self._at.items() if key in sums]
+    def end_backward(self, where: str) -> list[tuple[int, Tensor]]:
+        self.link.update_share()
+        sums, self._gradient_sums = self._gradient_sums, {}
+        served = [(index, sums[key]) for index, key in self._link_slots.items() if key in sums]
         return served + [(~key, grad) for key, grad in sums.items() if key < 0]
 
     # ---- a step
@@ -175,8 +181,8 @@ class ParameterServerSync:
         """Make a step of this optimizer on the servers, instead of its own."""
         index = next(i for i, other in enumerate(self.link.optimizers) if other is optimizer)
         began = time.perf_counter()
-        self.consistency.step(index)
-        self.link.codec.waited(began, time.perf_counter() - began, len(self.link.callers))
+        self.consistency.make_step(index)
+        self.link.codec.record_wait(began, time.perf_counter() - began, len(self.link.primaries))
 
     def clip(self, parameters: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
         """Clip the next step of these parameters, and return the norm of its gradient.
@@ -189,22 +195,24 @@ class ParameterServerSync:
             norm_type: Order p of the p-norm.
         """
         link = self.link
-        indices = covered(parameters, link.slots, [owner for owner, _ in link.layout.owners])
+        indices = find_clipped_optimizers(
+            parameters, link.slots, [owner for owner, _ in link.layout.owners]
+        )
         pending = PendingClip(indices, max_norm, norm_type)
         return torch.tensor(
-            link.clip_by(pending, self.consistency.norms(indices, norm_type, max_norm))
+            link.set_clip(pending, self.consistency.compute_norms(indices, norm_type, max_norm))
         )
 
     def commit(self) -> None:
-        self.link.codec.commit()
-        self.consistency.commit()
+        self.link.codec.commit_residuals()
+        self.consistency.commit_turn()
 
     # ---- the rest of the life of a strategy
 
     def abort(self) -> None:
-        self._grads.clear()
-        self.link.codec.forget()
-        self.consistency.abort()
+        self._gradient_sums.clear()
+        self.link.codec.discard_residuals()
+        self.consistency.abort_turn()
 
     def converge(self) -> None:
         link, agreement, sample_queue = (
@@ -214,21 +222,29 @@ class ParameterServerSync:
         )
         # Out of lockstep workers end an epoch with different parameters. All stop pushing, then
         # read the same state of the servers.
-        if link.free and link.slots and sample_queue is not None and sample_queue.open:
-            sample_queue.rest()
+        if (
+            link.is_out_of_lockstep
+            and link.slots
+            and sample_queue is not None
+            and sample_queue.open
+        ):
+            sample_queue.end_epoch()
             agreement.meet("servers rest")  # from here on no worker pushes
             # Gradients of lost workers that are in no step yet are dropped.
             if self.context.survives and self.context.group.rank == 0:
                 agreement.retry_after_losses(
-                    lambda: [call(caller, DiscardPushes(), link.seconds) for caller in link.callers]
+                    lambda: [
+                        call_server(caller, DiscardPushes(), link.deadline)
+                        for caller in link.primaries
+                    ]
                 )
-            agreement.retry_after_losses(lambda: link.catch_up({}))
+            agreement.retry_after_losses(lambda: link.read_all_units({}))
             agreement.meet("servers are read")  # no worker pushes again before all have read
 
     def join_info(self) -> Any:
         recovery, sample_queue = self.consistency.recovery, self.consistency.sample_queue
         assert recovery is not None
-        times = 0 if sample_queue is None else sample_queue.times + 1
+        times = 0 if sample_queue is None else sample_queue.resumptions + 1
         return {
             "room": recovery.copies.pool.join_info(),
             "steps": self.link.steps_taken,
@@ -247,12 +263,12 @@ class ParameterServerSync:
         recovery, sample_queue = self.consistency.recovery, self.consistency.sample_queue
         assert recovery is not None
         # This worker has just joined: it connects, and takes the counts of the other workers.
-        if self._waiting:
-            self._waiting = False
-            self._enter(recovery.copies.pool.join(layout["room"]))
+        if self._awaits_servers:
+            self._awaits_servers = False
+            self._connect_servers(recovery.copies.pool.join_pool(layout["room"]))
             self.link.steps_taken[:] = layout["steps"]
             if sample_queue is not None:
-                sample_queue.join(layout["times"])
+                sample_queue.join_epoch(layout["times"])
         self.consistency.regroup()
 
     def load_from_peer(self, state: dict[str, Any]) -> None:
@@ -263,16 +279,16 @@ class ParameterServerSync:
             self.link.connections,
             None if self._endpoints is None else self._endpoints.pool,
         )
-        is_leaving = connections.left
+        is_leaving = connections.is_leaving
         if self.copies is not None:
             self.copies.close()
         # Servers of a run that survives losses outlive workers, so the first worker ends them,
         # unless this worker leaves a run that goes on.
-        connections.dismiss(
+        connections.dismiss_servers(
             told=pool is not None and not is_leaving and self.context.group.rank == 0
         )
         if pool is not None and is_leaving:
-            pool.leave()
+            pool.leave_pool()
         elif self._endpoints is not None:
             self._endpoints.close()
 
@@ -284,21 +300,28 @@ class ParameterServerSync:
     def facts(self) -> list[dict[str, Any]]:
         """Work of each server so far, for the summary of the run."""
         return self.context.agreement.retry_after_losses(
-            lambda: self.link.connections.facts(self.link.seconds)
+            lambda: self.link.connections.read_facts(self.link.deadline)
         )
 
-    def served(self) -> list[Served]:
-        return self.link.connections.served(self.link.seconds) if self.context.trace.kept else []
+    def served(self) -> list[ServerWork]:
+        return (
+            self.link.connections.read_timelines(self.link.deadline)
+            if self.context.trace.keeps_spans
+            else []
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """State of this worker's codec and, on the first worker, the optimizer state of servers."""
         codec_state = self.link.codec.state_dict(self.link.slots)
-        if not self.link.callers or self.context.group.rank:
+        if not self.link.primaries or self.context.group.rank:
             return {"memories": None, **codec_state}
-        return {"memories": transfer.memories(self.link, len(self.link.slots)), **codec_state}
+        return {
+            "memories": state_transfer.read_memories(self.link, len(self.link.slots)),
+            **codec_state,
+        }
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Fill servers with this worker's present parameters and the saved optimizer state."""
         saved_states = [state for state in states if state]
-        self._hand_over(transfer.saved(saved_states, len(self.link.slots)))
+        self._fill_servers(state_transfer.find_saved_memories(saved_states, len(self.link.slots)))
         self.link.codec.load_state_dicts(saved_states)

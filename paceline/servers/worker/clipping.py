@@ -21,17 +21,19 @@ class PendingClip(NamedTuple):
         norm_type: Order p of the p-norm.
     """
 
-    numbers: list[int]
-    most: float
-    kind: float
+    optimizers: list[int]
+    max_norm: float
+    norm_type: float
 
-    def shrink(self, norms: Sequence[float]) -> tuple[float, float]:
+    def compute_factor(self, norms: Sequence[float]) -> tuple[float, float]:
         """Compute the total norm from the norms of all parts, and the factor of the gradients."""
-        total = float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), self.kind))
-        return total, shrink(total, self.most)
+        total = float(
+            torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), self.norm_type)
+        )
+        return total, compute_clip_factor(total, self.max_norm)
 
 
-def covered(
+def find_clipped_optimizers(
     parameters: Sequence[Tensor], slots: Sequence[Slot], owners: Sequence[int]
 ) -> list[int]:
     """Find the optimizers of these parameters. `owners` is the optimizer of each slot.
@@ -54,7 +56,7 @@ def covered(
     return optimizers
 
 
-def own_norm(slots: Sequence[Slot], kind: float) -> float:
+def compute_gradient_norm(slots: Sequence[Slot], kind: float) -> float:
     """Compute the norm of this worker's own gradients of these parameters."""
     return float(
         nn.utils.get_total_norm(
@@ -63,6 +65,6 @@ def own_norm(slots: Sequence[Slot], kind: float) -> float:
     )
 
 
-def shrink(norm: float, limit: float) -> float:
+def compute_clip_factor(norm: float, limit: float) -> float:
     """Compute the factor that clips a gradient to `limit`, as `nn.utils.clip_grad_norm_` does."""
     return min(1.0, limit / (norm + 1e-6))

@@ -22,23 +22,30 @@ import msgpack
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group_protocol import Traffic
 from paceline.comm.rpc import RpcClient
-from paceline.errors import LOSSES, DeadlineExceeded, PacelineError, ServerLost
+from paceline.errors import RECOVERABLE_ERRORS, DeadlineExceeded, PacelineError, ServerLost
 from paceline.servers.process.endpoints import ServerEndpoints
-from paceline.servers.protocol.message import Acknowledged, R, Request, SentRequest, call, send
+from paceline.servers.protocol.message import (
+    Acknowledged,
+    R,
+    Request,
+    SentRequest,
+    call_server,
+    send_request,
+)
 from paceline.servers.protocol.samples import MissingWorkers
 from paceline.servers.protocol.service import Alive, CheckAlive, EndServer, ReadFacts, ReadTimeline
-from paceline.servers.worker.units import ServerLinks
-from paceline.timings import DEFAULTS, ServerTimings
-from paceline.trace import Served, Span
+from paceline.servers.worker.transfer_units import ServerConnections
+from paceline.timings import DEFAULT_TIMINGS, ServerTimings
+from paceline.trace import ServerWork, Span
 
-PINGS = 8  # messages that compare a server's clock with this worker's
+CLOCK_PINGS = 8  # messages that compare a server's clock with this worker's
 
 
 class ServerTraffic:
     """Counts the traffic to servers from now on (a `Sender`). The connections outlive it."""
 
-    def __init__(self, connections: ServerLinks) -> None:
-        self._connections, self._sent, self._waited = (
+    def __init__(self, connections: ServerConnections) -> None:
+        self._connections, self._sent_before, self._waited_before = (
             connections,
             connections.traffic,
             connections.waited,
@@ -46,11 +53,11 @@ class ServerTraffic:
 
     @property
     def traffic(self) -> Traffic:
-        return self._connections.traffic - self._sent
+        return self._connections.traffic - self._sent_before
 
     @property
     def waited(self) -> float:
-        return self._connections.waited - self._waited
+        return self._connections.waited - self._waited_before
 
     def close(self) -> None: ...
 
@@ -58,81 +65,81 @@ class ServerTraffic:
         self._connections.abort()
 
 
-def _ahead(caller: RpcClient, seconds: float) -> int:
+def _measure_clock_lead(caller: RpcClient, seconds: float) -> int:
     """Measure by how many nanoseconds a server's clock is ahead of this worker's.
 
     The error is at most half of the shortest round trip.
     """
     samples = []  # round trip and lead, in nanoseconds
-    for _ in range(PINGS):
+    for _ in range(CLOCK_PINGS):
         before = time.perf_counter_ns()
-        server_clock = call(caller, CheckAlive(), seconds).clock
+        server_clock = call_server(caller, CheckAlive(), seconds).clock
         after = time.perf_counter_ns()
         samples.append((after - before, server_clock - (before + after) // 2))
     return min(samples)[1]
 
 
-class ReplicaConnections(ServerLinks):
+class ReplicaConnections(ServerConnections):
     """Connections to all servers that are alive.
 
     `callers_by_shard` has the connections of each shard, the primary first.
     """
 
-    def __init__(self, *, timings: ServerTimings = DEFAULTS.servers) -> None:
+    def __init__(self, *, timings: ServerTimings = DEFAULT_TIMINGS.servers) -> None:
         super().__init__(timings=timings)
-        self.of: list[list[RpcClient]] = []
+        self.callers_by_shard: list[list[RpcClient]] = []
         self.cancel_scope: CancelScope | None = None  # ends all waits when the workers change
-        self._by_number: dict[int, RpcClient] = {}
+        self._caller_by_server: dict[int, RpcClient] = {}
 
     @property
     def primaries(self) -> list[RpcClient]:
         """Connections to the primaries, by shard."""
-        return [copies[0] for copies in self.of]
+        return [copies[0] for copies in self.callers_by_shard]
 
-    def open(self, endpoints: ServerEndpoints, me: int) -> None:
+    def connect_all(self, endpoints: ServerEndpoints, me: int) -> None:
         """Connect to these servers, as worker number `me`.
 
         If servers outlive workers, a lost server ends only the waits for itself.
         """
-        self._by_number.clear()
+        self._caller_by_server.clear()
         if endpoints.pool is None:
-            super().open(endpoints, me)
-            self._by_number = dict(enumerate(self.callers))
-        self.reach(endpoints, me)
+            super().connect_all(endpoints, me)
+            self._caller_by_server = dict(enumerate(self.callers))
+        self.update_servers(endpoints, me)
 
-    def tell(self, shard: int, request: Request[Acknowledged], seconds: float) -> None:
+    def tell_all_copies(self, shard: int, request: Request[Acknowledged], seconds: float) -> None:
         """Send a request to all copies of a shard, and wait until they have answered."""
-        for caller in self.of[shard]:
-            call(caller, request, seconds)
+        for caller in self.callers_by_shard[shard]:
+            call_server(caller, request, seconds)
 
-    def ask(self, shard: int, request: Request[R], seconds: float) -> R:
+    def ask_shard(self, shard: int, request: Request[R], seconds: float) -> R:
         """Ask a shard, and return the answer of the first copy that answers."""
-        *others, last = self.of[shard]
+        *others, last = self.callers_by_shard[shard]
         for caller in others:
             with contextlib.suppress(ServerLost):
-                return call(caller, request, seconds)
-        return call(last, request, seconds)
+                return call_server(caller, request, seconds)
+        return call_server(last, request, seconds)
 
-    def reach(self, endpoints: ServerEndpoints, me: int) -> None:
+    def update_servers(self, endpoints: ServerEndpoints, me: int) -> None:
         """Connect to the new servers among these endpoints, and hang up on removed ones."""
         servers = endpoints.numbers or tuple(range(len(endpoints.addresses)))
         for index, server in enumerate(servers):
-            if server not in self._by_number:
-                self._by_number[server] = self.call(endpoints, me, index)
-        for server in self._by_number.keys() - {*servers}:
-            caller = self._by_number.pop(server)
+            if server not in self._caller_by_server:
+                self._caller_by_server[server] = self.connect_server(endpoints, me, index)
+        for server in self._caller_by_server.keys() - {*servers}:
+            caller = self._caller_by_server.pop(server)
             # Waits for this server end, and the caller asks another copy.
             caller.end_waits(ServerLost(f"{caller.who} is not among the servers any more"))
             self._hang_up(caller)
         # Servers are numbered in the order in which they started, so the oldest copy of a shard
         # becomes its primary, on all workers alike.
         shards = endpoints.shards or servers
-        self.of = [[] for _ in range(max(shards, default=-1) + 1)]
+        self.callers_by_shard = [[] for _ in range(max(shards, default=-1) + 1)]
         for server, shard in sorted(zip(servers, shards, strict=True)):
-            self.of[shard].append(self._by_number[server])
-        self.callers = list(self._by_number.values())
+            self.callers_by_shard[shard].append(self._caller_by_server[server])
+        self.callers = list(self._caller_by_server.values())
 
-    def call(self, endpoints: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
+    def connect_server(self, endpoints: ServerEndpoints, me: int, place: int = 0) -> RpcClient:
         """Connect to the server at index `place` of these endpoints."""
         address, name, timings = endpoints.addresses[place], endpoints.names[place], self._timings
         caller = RpcClient(
@@ -141,68 +148,72 @@ class ReplicaConnections(ServerLinks):
         caller.cancel_scope = self.cancel_scope
         return caller
 
-    def follow(self, cancel_scope: CancelScope | None) -> None:
+    def set_cancel_scope(self, cancel_scope: CancelScope | None) -> None:
         """End all waits when this scope is cancelled."""
         self.cancel_scope = cancel_scope
         for caller in self.callers:
             caller.cancel_scope = cancel_scope
 
-    def know(self, server: int, caller: RpcClient | None) -> None:
+    def add_connection(self, server: int, caller: RpcClient | None) -> None:
         """Add an open connection, which `update_servers` then uses for that server."""
         if caller is not None:
-            self._by_number[server] = caller
+            self._caller_by_server[server] = caller
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def count_waiting(self) -> Iterator[None]:
         """Count the time of this block as waiting for servers and slower workers."""
         began = time.perf_counter()
         yield
         self.waited += time.perf_counter() - began
 
-    def lost(self, seconds: float) -> list[int]:
+    def find_lost_servers(self, seconds: float) -> list[int]:
         """Find the servers that don't answer within `seconds`.
 
         Messages under way are forgotten.
         """
         end, pings, lost = time.monotonic() + seconds, dict[int, SentRequest[Alive]](), list[int]()
         # Send all pings before the first wait: several lost servers cost one timeout.
-        for server, caller in self._by_number.items():
+        for server, caller in self._caller_by_server.items():
             caller.forget_messages()
             try:
-                pings[server] = send(caller, CheckAlive(), max(end - time.monotonic(), 0.0))
-            except (*LOSSES, DeadlineExceeded):
+                pings[server] = send_request(caller, CheckAlive(), max(end - time.monotonic(), 0.0))
+            except (*RECOVERABLE_ERRORS, DeadlineExceeded):
                 lost.append(server)
         for server, ping in pings.items():
             try:
-                ping.wait(max(end - time.monotonic(), 0.0))
-            except (*LOSSES, DeadlineExceeded):
+                ping.wait_for_reply(max(end - time.monotonic(), 0.0))
+            except (*RECOVERABLE_ERRORS, DeadlineExceeded):
                 lost.append(server)
         return lost
 
-    def names(self, servers: Collection[int]) -> list[str]:
+    def get_server_names(self, servers: Collection[int]) -> list[str]:
         """Names of these servers, without unknown ones."""
         return [
-            self._by_number[server].who for server in sorted(servers) if server in self._by_number
+            self._caller_by_server[server].who
+            for server in sorted(servers)
+            if server in self._caller_by_server
         ]
 
-    def facts(self, seconds: float) -> list[dict[str, Any]]:
+    def read_facts(self, seconds: float) -> list[dict[str, Any]]:
         """Read the name and the counts of each primary, for the summary of the run."""
         return [
-            {"name": self.primaries[shard].who, **self.ask(shard, ReadFacts(), seconds).facts}
-            for shard in range(len(self.of))
+            {"name": self.primaries[shard].who, **self.ask_shard(shard, ReadFacts(), seconds).facts}
+            for shard in range(len(self.callers_by_shard))
         ]
 
-    def served(self, seconds: float) -> list[Served]:
+    def read_timelines(self, seconds: float) -> list[ServerWork]:
         """Read the timeline of each primary, as far as it remembers."""
         timelines = []
         for caller in self.primaries:
-            with contextlib.suppress(*LOSSES):  # a lost server's timeline is lost with it
-                packed = call(caller, ReadTimeline(), seconds).packed.numpy().tobytes()
+            with contextlib.suppress(
+                *RECOVERABLE_ERRORS
+            ):  # a lost server's timeline is lost with it
+                packed = call_server(caller, ReadTimeline(), seconds).packed.numpy().tobytes()
                 # Servers on this host share the worker's clock.
-                lead = 0 if caller.near else _ahead(caller, seconds)
+                lead = 0 if caller.near else _measure_clock_lead(caller, seconds)
                 spans, waiting = msgpack.unpackb(packed)
                 timelines.append(
-                    Served(
+                    ServerWork(
                         caller.who,
                         lead,
                         [Span(*span) for span in spans],
@@ -211,14 +222,14 @@ class ReplicaConnections(ServerLinks):
                 )
         return timelines
 
-    def dismiss(self, *, told: bool = True) -> None:
+    def dismiss_servers(self, *, told: bool = True) -> None:
         """Hang up; with `told`, end all servers first.
 
         The launcher ends a server that doesn't answer.
         """
         for caller in self.callers if told else ():
-            with contextlib.suppress(*LOSSES, DeadlineExceeded):
-                call(caller, EndServer(), 1.0)
+            with contextlib.suppress(*RECOVERABLE_ERRORS, DeadlineExceeded):
+                call_server(caller, EndServer(), 1.0)
         self.close()
 
 
@@ -230,7 +241,7 @@ class ServerWait(NamedTuple):
     seconds: float
 
 
-def named(
+def name_missing_workers(
     error: DeadlineExceeded,
     caller: RpcClient,
     what: str,
@@ -247,7 +258,7 @@ def named(
         waiter: The worker that waited.
     """
     try:
-        missing_turns = call(caller, who, min(waiter.seconds, 2.0)).missing
+        missing_turns = call_server(caller, who, min(waiter.seconds, 2.0)).missing
     except PacelineError:
         return error  # the server itself doesn't answer
     ranks = {worker: rank for rank, worker in enumerate(waiter.workers)}

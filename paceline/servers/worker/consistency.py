@@ -35,7 +35,7 @@ from paceline.servers.protocol.samples import (
     ListNotArrived,
     StepAssignment,
 )
-from paceline.servers.worker.clipping import shrink
+from paceline.servers.worker.clipping import compute_clip_factor
 from paceline.servers.worker.link import ServerLink
 from paceline.servers.worker.recovery import LockstepRecovery, ServerRecovery
 from paceline.servers.worker.replication import ServerReplication
@@ -43,7 +43,7 @@ from paceline.servers.worker.sample_queue import SampleQueueClient
 from paceline.servers.worker.scheduled_steps import ScheduledSteps
 
 if TYPE_CHECKING:
-    from paceline.servers.tables.steps import PerWorkerRowSteps
+    from paceline.servers.tables.row_steps import PerWorkerRowSteps
 
 T = TypeVar("T")
 
@@ -61,26 +61,26 @@ class Consistency(Protocol):
         """The part that recovers from losses; None if a loss ends the run."""
         ...
 
-    def survive(self, copies: ServerReplication) -> None:
+    def enable_recovery(self, copies: ServerReplication) -> None:
         """Make all later steps so that servers and workers may be lost."""
         ...
 
-    def begin(self) -> None:
+    def begin_steps(self) -> None:
         """Get ready for steps, after servers have been started."""
         ...
 
-    def pushing(self, number: int) -> None:
+    def prepare_push(self, number: int) -> None:
         """Prepare for the first push of an optimizer's next gradient."""
         ...
 
-    def step(self, number: int) -> None:
+    def make_step(self, number: int) -> None:
         """Make a step of an optimizer.
 
         Raises `CallDiscarded` if the samples of the turn are dealt again.
         """
         ...
 
-    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+    def compute_norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         """Compute norms of the gradients that make the next steps of these optimizers.
 
         Args:
@@ -93,11 +93,11 @@ class Consistency(Protocol):
         """
         ...
 
-    def commit(self) -> None:
+    def commit_turn(self) -> None:
         """End a turn. If this worker is too far ahead of others, wait."""
         ...
 
-    def abort(self) -> None:
+    def abort_turn(self) -> None:
         """Undo the turn on servers, as its samples are dealt again.
 
         Raises `StateLost` if servers can't undo it.
@@ -128,25 +128,29 @@ class BulkSynchronous:
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps) -> None:
         self._link = link
-        self._told: list[optimizers.Settings] = []  # by optimizer: settings that servers have
+        self._known_settings: list[
+            optimizers.Settings
+        ] = []  # by optimizer: settings that servers have
         self.recovery: LockstepRecovery | None = None
 
-    def survive(self, copies: ServerReplication) -> None:
+    def enable_recovery(self, copies: ServerReplication) -> None:
         self.recovery = LockstepRecovery(self._link, copies)
 
-    def begin(self) -> None:
-        self._told = [optimizers.settings(optimizer) for optimizer in self._link.optimizers]
+    def begin_steps(self) -> None:
+        self._known_settings = [
+            optimizers.read_settings(optimizer) for optimizer in self._link.optimizers
+        ]
 
-    def pushing(self, number: int) -> None: ...
+    def prepare_push(self, number: int) -> None: ...
 
-    def _settle(self, number: int, *, wait: bool = True) -> tuple[int, ...]:
+    def _push_gradients(self, number: int, *, wait: bool = True) -> tuple[int, ...]:
         """Push the gradients of the next step. Returns the workers that make it."""
         if self.recovery is not None:
-            return tuple(self.recovery.settle(number))
-        self._link.settle(number, wait=wait)
-        return tuple(self._link.workers)
+            return tuple(self.recovery.settle_gradients(number))
+        self._link.push_final_gradients(number, wait=wait)
+        return tuple(self._link.worker_numbers)
 
-    def _repeat(self, act: Callable[[], T], what: str) -> T:
+    def _repeat_until_settled(self, act: Callable[[], T], what: str) -> T:
         """Run `act`. After a loss that the run survives, run it again on all workers."""
         return (
             act()
@@ -154,50 +158,52 @@ class BulkSynchronous:
             else self._link.context.agreement.repeat_until_settled(act, what=what)
         )
 
-    def _wait(self, sent: SentRequest[R], what: str, number: int, step: int) -> R:
+    def _await_reply(self, sent: SentRequest[R], what: str, number: int, step: int) -> R:
         """Wait for the reply to a request that servers answer when all workers have pushed."""
         link = self._link
         # A settled step waits for no other worker, so there is none to name in an error.
         if self.recovery is not None:
-            return sent.wait(link.seconds)
-        return link.wait(sent, what, ListAbsent(Index(number), step, tuple(link.workers)))
+            return sent.wait_for_reply(link.deadline)
+        return link.await_reply(
+            sent, what, ListAbsent(Index(number), step, tuple(link.worker_numbers))
+        )
 
-    def step(self, number: int) -> None:
-        link, makers = self._link, self._settle(number, wait=False)
+    def make_step(self, number: int) -> None:
+        link, makers = self._link, self._push_gradients(number, wait=False)
         units, now, step = (
-            link.units(number),
-            optimizers.settings(link.optimizers[number]),
+            link.list_units(number),
+            optimizers.read_settings(link.optimizers[number]),
             link.steps_taken[number] + 1,
         )
         # After a loss a server may not have got the last change, so it gets all settings.
         changes = (
-            optimizers.changed(self._told[number], now)
+            optimizers.diff_settings(self._known_settings[number], now)
             if self.recovery is None
             else dict(enumerate(now))
         )
-        factor, turn = link.factors.pop(number, 1.0), link.context.step_state.step
+        factor, turn = link.clip_factors.pop(number, 1.0), link.context.step_state.step
         close = CloseStep(Index(number), step, turn, makers, factor, tuple(changes.items()))
         if self.recovery is not None:
-            close = self.recovery.decided(close)
+            close = self.recovery.mark_decided(close)
 
         # The parameters are requested before the step is made: servers answer as soon as they
         # have them.
         def act() -> None:
-            closes, reads = link.everywhere(number, close), link.ask_for(units, step)
-            with link.connections.waiting():
+            closes, reads = link.send_to_shards(number, close), link.request_units(units, step)
+            with link.connections.count_waiting():
                 for sent in closes:
-                    self._wait(sent, f"optimizer.step {step}", number, step)
-            link.take_in(units, reads)
+                    self._await_reply(sent, f"optimizer.step {step}", number, step)
+            link.receive_units(units, reads)
 
-        self._repeat(act, "optimizer.step")
-        self._told[number], link.steps_taken[number] = now, step
+        self._repeat_until_settled(act, "optimizer.step")
+        self._known_settings[number], link.steps_taken[number] = now, step
         if self.recovery is not None:
-            self.recovery.stepped(number)
+            self.recovery.complete_step(number)
 
-    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+    def compute_norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         link, is_settled = self._link, self.recovery is not None
         # Gradients must be on servers before the clip, and may not change after it.
-        makers = {number: self._settle(number) for number in numbers}
+        makers = {number: self._push_gradients(number) for number in numbers}
         steps = {number: link.steps_taken[number] + 1 for number in numbers}
         requests = {
             number: ReadNorm(Index(number), steps[number], makers[number], kind, is_settled)
@@ -208,22 +214,22 @@ class BulkSynchronous:
             all_sent = [
                 (number, sent)
                 for number in numbers
-                for sent in link.everywhere(number, requests[number], ask=is_settled)
+                for sent in link.send_to_shards(number, requests[number], ask=is_settled)
             ]
             return [
-                self._wait(sent, "run.clip", number, -steps[number]).norm
+                self._await_reply(sent, "run.clip", number, -steps[number]).norm
                 for number, sent in all_sent
             ]
 
-        return self._repeat(act, "run.clip")
+        return self._repeat_until_settled(act, "run.clip")
 
-    def commit(self) -> None:
+    def commit_turn(self) -> None:
         if self.recovery is not None:
-            self.recovery.commit()
+            self.recovery.commit_turn()
 
-    def abort(self) -> None:
+    def abort_turn(self) -> None:
         if self.recovery is not None:
-            self.recovery.abort()
+            self.recovery.abort_turn()
 
     def regroup(self) -> None:
         assert self.recovery is not None
@@ -233,23 +239,25 @@ class BulkSynchronous:
 class Asynchronous(ScheduledSteps):
     """Asynchronous: each gradient is a step of its own."""
 
-    def _step(self, number: int) -> None:
-        link, step = self._link, self._gradient(number)
-        units = link.settle(number, wait=False)
-        factor, part = link.factors.get(number, 1.0), link.context.step_state.share_of_step
-        settings = tuple(enumerate(optimizers.settings(link.optimizers[number])))
-        applied = link.everywhere(
+    def _attempt_step(self, number: int) -> None:
+        link, step = self._link, self._get_gradient_number(number)
+        units = link.push_final_gradients(number, wait=False)
+        factor, part = link.clip_factors.get(number, 1.0), link.context.step_state.share_of_step
+        settings = tuple(enumerate(optimizers.read_settings(link.optimizers[number])))
+        applied = link.send_to_shards(
             number, ApplyGradient(Index(number), step, factor, part, settings)
         )
-        reads = link.ask_for(units, 0)
-        applied += self._rows.apply(number)
+        reads = link.request_units(units, 0)
+        applied += self._row_steps.apply_gradients(number)
         for sent in applied:
-            sent.wait(link.seconds)
-        link.take_in(units, reads)
+            sent.wait_for_reply(link.deadline)
+        link.receive_units(units, reads)
         link.steps_taken[number] += 1
 
-    def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
-        return self._link.norm([number], kind)
+    def _compute_step_norm(
+        self, number: int, kind: float, limit: float, *, may_go_on: bool
+    ) -> float:
+        return self._link.compute_own_norm([number], kind)
 
 
 class StaleSynchronous(ScheduledSteps):
@@ -264,83 +272,87 @@ class StaleSynchronous(ScheduledSteps):
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, *, bound: int) -> None:
         super().__init__(link, rows, bound)
         # By optimizer: turns that all workers had completed when its parameters were last read.
-        self._known: dict[int, int] = {}
+        self._known_turns: dict[int, int] = {}
         # Optimizers whose step with this worker's last gradient was open when it went on.
-        self._open: set[int] = set()
+        self._open_steps: set[int] = set()
         # By optimizer with an open step: the type of the norm, and its limit.
-        self._clips: dict[int, tuple[float, float]] = {}
+        self._pending_clips: dict[int, tuple[float, float]] = {}
 
-    def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
-        return self._gather(
-            number, self._gradient(number), may_go_on=may_go_on and self.recovery is None
+    def _request_assignment(self, number: int, *, may_go_on: bool) -> StepAssignment:
+        return self._gather_step(
+            number, self._get_gradient_number(number), may_go_on=may_go_on and self.recovery is None
         )
 
-    def _gather(self, number: int, gradient: int, *, may_go_on: bool) -> StepAssignment:
+    def _gather_step(self, number: int, gradient: int, *, may_go_on: bool) -> StepAssignment:
         """Ask the scheduler for the step of a gradient; with `may_go_on` it may still be open."""
-        return self._call(
+        return self._send_contribution(
             number,
             gradient,
             0,
-            partial(GatherStep, Index(number), gradient, self._bound, may_go_on),
+            partial(GatherStep, Index(number), gradient, self._staleness_bound, may_go_on),
         )
 
-    def _close(self, number: int, assignment: StepAssignment, *, read: bool = True) -> None:
+    def _close_step(self, number: int, assignment: StepAssignment, *, read: bool = True) -> None:
         # An open step is closed later, in `prepare_push`. Until then the worker trains on the
         # parameters of the last step that was made.
         if assignment.is_open:
-            link, units = self._link, self._link.units(number)
-            self._open.add(number)
-            link.take_in(units, link.ask_for(units, assignment.step))
+            link, units = self._link, self._link.list_units(number)
+            self._open_steps.add(number)
+            link.receive_units(units, link.request_units(units, assignment.step))
             link.steps_taken[number] = assignment.step
-            self._rows.go(number, assignment.step)
+            self._row_steps.advance_tables(number, assignment.step)
         else:
-            super()._close(number, assignment, read=read)
+            super()._close_step(number, assignment, read=read)
         if read:
-            self._known[number] = assignment.slowest
+            self._known_turns[number] = assignment.slowest
 
-    def pushing(self, number: int) -> None:
+    def prepare_push(self, number: int) -> None:
         """Wait until this worker's last gradient is in a step that servers have made."""
-        if number not in self._open:
+        if number not in self._open_steps:
             return
-        link, clip = self._link, self._clips.pop(number, None)
-        assignment = self._gather(number, self._count[number], may_go_on=False)
-        self._open.remove(number)
+        link, clip = self._link, self._pending_clips.pop(number, None)
+        assignment = self._gather_step(number, self._gradient_counts[number], may_go_on=False)
+        self._open_steps.remove(number)
         # One of the workers of the step closes it, and the others wait for it.
         if assignment.mine:
             if clip is not None:
-                link.factors[number] = shrink(self._norm(number, assignment, clip[0]), clip[1])
-            self._close(number, assignment, read=False)
-            link.factors.pop(number, None)
+                link.clip_factors[number] = compute_clip_factor(
+                    self._read_step_norm(number, assignment, clip[0]), clip[1]
+                )
+            self._close_step(number, assignment, read=False)
+            link.clip_factors.pop(number, None)
         else:
-            for sent in link.everywhere(number, AwaitStep(Index(number), assignment.step)):
-                link.wait(
+            for sent in link.send_to_shards(number, AwaitStep(Index(number), assignment.step)):
+                link.await_reply(
                     sent,
                     f"optimizer.step {assignment.step}",
                     ListNotArrived(Index(number), assignment.step),
                 )
-            self._rows.go(number, assignment.step)
+            self._row_steps.advance_tables(number, assignment.step)
 
-    def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
+    def _compute_step_norm(
+        self, number: int, kind: float, limit: float, *, may_go_on: bool
+    ) -> float:
         """Compute the norm of a step's gradient; of the own gradient if the step is still open."""
-        assignment = self._decide(number, may_go_on=may_go_on)
+        assignment = self._get_assignment(number, may_go_on=may_go_on)
         if not assignment.is_open:
-            return self._norm(number, assignment, kind)
-        self._clips[number] = kind, limit
-        return self._link.norm([number], kind)
+            return self._read_step_norm(number, assignment, kind)
+        self._pending_clips[number] = kind, limit
+        return self._link.compute_own_norm([number], kind)
 
-    def _follow(self) -> None:
+    def _wait_for_slowest(self) -> None:
         """If this worker is too far ahead of the slowest, wait, and read the new parameters."""
         link, sample_queue = self._link, self.sample_queue
-        turns_read = min(self._known.get(number, 0) for number in range(len(link.optimizers)))
+        turns_read = min(self._known_turns.get(number, 0) for number in range(len(link.optimizers)))
         # The bound holds for the parameters: they must have all gradients of `bound` turns ago.
-        if sample_queue.clock - turns_read <= self._bound:
+        if sample_queue.clock - turns_read <= self._staleness_bound:
             return
-        steps = sample_queue.go()
-        link.context.agreement.retry_after_losses(lambda: link.catch_up(steps))
+        steps = sample_queue.wait_for_turn()
+        link.context.agreement.retry_after_losses(lambda: link.read_all_units(steps))
         for number, step in steps.items():
-            self._rows.go(number, step)
-        self._known = dict.fromkeys(
-            range(len(link.optimizers)), sample_queue.clock - int(self._bound)
+            self._row_steps.advance_tables(number, step)
+        self._known_turns = dict.fromkeys(
+            range(len(link.optimizers)), sample_queue.clock - int(self._staleness_bound)
         )
 
 
@@ -354,23 +366,23 @@ class BackupWorkers(ScheduledSteps):
         super().__init__(link, rows)
         self._backups = backups
 
-    def _gradient(self, number: int) -> int:
+    def _get_gradient_number(self, number: int) -> int:
         """Number of the next step. A gradient that is late for its step is in no later one."""
         return self._link.steps_taken[number] + 1
 
-    def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
-        step = self._gradient(number)
-        return self._call(
+    def _request_assignment(self, number: int, *, may_go_on: bool) -> StepAssignment:
+        step = self._get_gradient_number(number)
+        return self._send_contribution(
             number, step, step, partial(ArriveAtStep, Index(number), step, self._backups)
         )
 
-    def _weigh(self, assignment: StepAssignment) -> tuple[float, float, bool]:
+    def _compute_weights(self, assignment: StepAssignment) -> tuple[float, float, bool]:
         return assignment.parts, 1.0, False
 
-    def _skip(self, number: int, step: int) -> None:
-        link, units = self._link, self._link.units(number)
-        reads = link.ask_for(units, step)
-        self._late = True
-        link.take_in(units, reads, stepped=False)
+    def _skip_step(self, number: int, step: int) -> None:
+        link, units = self._link, self._link.list_units(number)
+        reads = link.request_units(units, step)
+        self._is_late = True
+        link.receive_units(units, reads, stepped=False)
         link.steps_taken[number] = step
-        self._rows.go(number, step)
+        self._row_steps.advance_tables(number, step)

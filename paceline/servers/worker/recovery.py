@@ -25,8 +25,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from paceline.comm.agreement import CallDiscarded
-from paceline.errors import LOSSES, StateLost
-from paceline.servers.protocol.message import Index, call
+from paceline.errors import RECOVERABLE_ERRORS, StateLost
+from paceline.servers.protocol.message import Index, call_server
 from paceline.servers.protocol.parameters import CloseStep
 from paceline.servers.protocol.recovery import RollBackSteps, SkipStep
 from paceline.servers.protocol.samples import LoseWorkers
@@ -51,70 +51,76 @@ class LockstepRecovery:
     def __init__(self, link: ServerLink, copies: ServerReplication) -> None:
         self._link, self.copies = link, copies
         # By optimizer: the workers whose gradients make its next step, once that is settled.
-        self._makers: dict[int, list[int]] = {}
-        self._made: list[int] = []  # optimizers that have stepped in this turn, in order
+        self._settled_workers: dict[int, list[int]] = {}
+        self._stepped_optimizers: list[
+            int
+        ] = []  # optimizers that have stepped in this turn, in order
 
-    def decided(self, close: CloseStep) -> CloseStep:
+    def mark_decided(self, close: CloseStep) -> CloseStep:
         """Mark the request as one for a settled step, which is the same on all workers.
 
         With several optimizers the step can be undone, as the step of another one may still fail.
         """
         return replace(close, decided=True, same=True, undo=len(self._link.optimizers) > 1)
 
-    def settle(self, number: int) -> list[int]:
+    def settle_gradients(self, number: int) -> list[int]:
         """Push the gradients of the next step, and agree that all of them are on all servers.
 
         Returns the workers that make the step, even if one of them is lost afterwards. Raises
         `CallDiscarded` on all workers if a loss came before.
         """
         link = self._link
-        if number in self._makers:
-            link.settle(number)  # raises if p.grad has been changed since
-            return self._makers[number]
+        if number in self._settled_workers:
+            link.push_final_gradients(number)  # raises if p.grad has been changed since
+            return self._settled_workers[number]
         if link.context.step_state.exchange_closed:
             raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
-            link.settle(number)
-            return list(link.workers)
+            link.push_final_gradients(number)
+            return list(link.worker_numbers)
 
-        self._makers[number] = link.context.agreement.settle_call(act, "optimizer.step", apart=True)
-        return self._makers[number]
+        self._settled_workers[number] = link.context.agreement.settle_call(
+            act, "optimizer.step", apart=True
+        )
+        return self._settled_workers[number]
 
-    def stepped(self, number: int) -> None:
+    def complete_step(self, number: int) -> None:
         """Note that an optimizer has stepped, and take in new copies.
 
         Collective, if any copies are being started.
         """
-        self._made.append(number)
-        del self._makers[number]
+        self._stepped_optimizers.append(number)
+        del self._settled_workers[number]
         # A copy is filled between two steps, when no push is under way.
-        if self.copies.waits:
-            self._link.context.agreement.repeat_until_settled(self._quieten, what="optimizer.step")
-        self.copies.renew()
+        if self.copies.has_starting_copies:
+            self._link.context.agreement.repeat_until_settled(
+                self._await_arrivals, what="optimizer.step"
+            )
+        self.copies.fill_new_copies()
 
-    def _quieten(self) -> None:
+    def _await_arrivals(self) -> None:
         """Wait until this worker's pushes for other optimizers have arrived.
 
         A new copy is then filled with them, too.
         """
         # Messages stay in order: a server answers after it has taken in all earlier pushes.
         for caller in self._link.connections.callers:
-            call(caller, CheckAlive(), self._link.seconds)
+            call_server(caller, CheckAlive(), self._link.deadline)
 
-    def commit(self) -> None:
+    def commit_turn(self) -> None:
         """Note that the turn is over."""
-        self._made.clear()
+        self._stepped_optimizers.clear()
 
-    def abort(self) -> None:
+    def abort_turn(self) -> None:
         """Undo the turn on servers, as its samples are dealt again.
 
         Raises `StateLost` if one optimizer steps twice in the turn.
         """
-        link, stepped = self._link, self._made
-        link.release()
-        self._makers.clear()
-        link.factors.clear()
+        link, stepped = self._link, self._stepped_optimizers
+        link.discard_pushes()
+        self._settled_workers.clear()
+        link.clip_factors.clear()
         # Servers keep what they need to undo one step, and with a single optimizer not even that.
         if len({*stepped}) < len(stepped) or (stepped and len(link.optimizers) == 1):
             raise StateLost(
@@ -123,18 +129,20 @@ class LockstepRecovery:
             )
         roll_back = RollBackSteps(tuple((index, link.steps_taken[index]) for index in stepped))
         for caller in link.connections.callers:
-            with contextlib.suppress(*LOSSES):  # the next call notices a server that is lost now
-                call(caller, roll_back, link.seconds)
+            with contextlib.suppress(
+                *RECOVERABLE_ERRORS
+            ):  # the next call notices a server that is lost now
+                call_server(caller, roll_back, link.deadline)
         for index in stepped:
             link.steps_taken[index] -= 1
-        self._made.clear()
+        self._stepped_optimizers.clear()
 
     def regroup(self) -> None:
         """Go on with the remaining workers and servers.
 
         Collective. Raises `StateLost` if no copy of a shard is left.
         """
-        self.copies.survey(self._link.context)
+        self.copies.agree_on_losses(self._link.context)
 
 
 class QueueRecovery:
@@ -151,20 +159,22 @@ class QueueRecovery:
         Collective. Raises `StateLost` if a server was lost.
         """
         link = self._link
-        link.connections.follow(link.context.cancel_scope)
+        link.connections.set_cancel_scope(link.context.cancel_scope)
         # Afterwards all servers have answered a ping, so everything sent before has arrived.
-        self.copies.survey(link.context)
-        link.arrived()
-        self._sample_queue.resume()
+        self.copies.agree_on_losses(link.context)
+        link.mark_pushes_arrived()
+        self._sample_queue.forget_requests()
         # One worker tells the scheduler. It may find steps that only lost workers were to make:
         # servers skip them, so that later steps don't wait for them.
         if link.context.group.rank == 0:
-            lost = call(link.callers[0], LoseWorkers(tuple(link.workers)), link.seconds)
+            lost = call_server(
+                link.primaries[0], LoseWorkers(tuple(link.worker_numbers)), link.deadline
+            )
             for optimizer, step in lost.steps:
                 # Not waited for: an earlier step may still need the remaining workers.
-                link.everywhere(optimizer, SkipStep(Index(optimizer), step))
+                link.send_to_shards(optimizer, SkipStep(Index(optimizer), step))
             if lost.samples:
-                epoch = self._sample_queue.part[0]
+                epoch = self._sample_queue.epoch_part[0]
                 link.context.announce(
                     f"{lost.samples} samples of epoch {epoch} were lost with a worker, after all "
                     "other workers had ended it"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from paceline.comm.rpc import RpcClient
-from paceline.errors import LOSSES, DeadlineExceeded, StateLost
+from paceline.errors import RECOVERABLE_ERRORS, DeadlineExceeded, StateLost
 from paceline.servers.process.endpoints import ServerEndpoints, ServerPool
 from paceline.servers.worker.connections import ReplicaConnections
 from paceline.sync.context import SyncContext
@@ -34,10 +34,10 @@ class StartingReplica(NamedTuple):
     starter: int
 
 
-Fill = Callable[[int, RpcClient], Iterator[None]]  # fills a copy of a shard, piece by piece
+FillReplica = Callable[[int, RpcClient], Iterator[None]]  # fills a copy of a shard, piece by piece
 
 
-def gone(names: Collection[str]) -> StateLost:
+def make_state_lost(names: Collection[str]) -> StateLost:
     """Make the error for lost servers if no copy of their state is left."""
     return StateLost(
         f"{' and '.join(names)}: lost, and no other server has a copy of its state; "
@@ -70,36 +70,38 @@ class ServerReplication:
         connections: ReplicaConnections,
         copies: int,
         *,
-        fill: Fill,
+        fill: FillReplica,
         kind: str = "server",
     ) -> None:
-        self.context, self.pool, self.kind = context, pool, kind
-        self._connections, self._copies, self._fill = connections, copies, fill
-        self._lost: list[str] = []  # names of servers
-        self._left: set[int] = set()  # numbers of servers that left with their hosts
-        self._taken: list[Any] = []  # number and description of each copy that was taken in last
-        self._anew: dict[int, StartingReplica] = {}  # by number of the server
-        self._early: dict[int, RpcClient] = {}  # by number of the server
-        self._seen: set[int] = set()  # numbers of all copies that this worker has taken in
+        self.context, self.pool, self.server_kind = context, pool, kind
+        self._connections, self._copy_count, self._fill_replica = connections, copies, fill
+        self._lost_names: list[str] = []  # names of servers
+        self._departed_servers: set[int] = set()  # numbers of servers that left with their hosts
+        self._last_taken_in: list[
+            Any
+        ] = []  # number and description of each copy that was taken in last
+        self._starting_copies: dict[int, StartingReplica] = {}  # by number of the server
+        self._early_connections: dict[int, RpcClient] = {}  # by number of the server
+        self._seen_copies: set[int] = set()  # numbers of all copies that this worker has taken in
 
     @property
-    def workers(self) -> list[int]:
+    def worker_numbers(self) -> list[int]:
         """Numbers of the workers, by rank."""
         return list(self.context.agreement.origins)
 
     @property
-    def me(self) -> int:
+    def worker_number(self) -> int:
         """Number of this worker."""
-        return self.workers[self.context.group.rank]
+        return self.worker_numbers[self.context.group.rank]
 
     @property
-    def waits(self) -> bool:
+    def has_starting_copies(self) -> bool:
         """Whether a copy is being started."""
-        return bool(self._anew)
+        return bool(self._starting_copies)
 
     # ---- after a loss
 
-    def survey(self, context: SyncContext) -> None:
+    def agree_on_losses(self, context: SyncContext) -> None:
         """Agree which servers are left, go on with them, and begin to replace the lost ones.
 
         Collective. Raises `StateLost` if no copy of a shard is left.
@@ -109,68 +111,73 @@ class ServerReplication:
         # starting are dropped, and started anew below.
         starting = [
             [server, list(copy)]
-            for server, copy in sorted(self._anew.items())
-            if copy.starter == self.me
+            for server, copy in sorted(self._starting_copies.items())
+            if copy.starter == self.worker_number
         ]
         report = {
-            "lost": connections.lost(min(context.deadline, context.timings.servers.alive)),
-            "left": sorted(self._left),
+            "lost": connections.find_lost_servers(
+                min(context.deadline, context.timings.servers.alive)
+            ),
+            "left": sorted(self._departed_servers),
             "anew": starting,
-            "taken": self._taken,
-            "here": pool.here,
-            "next": pool.next_step,
+            "taken": self._last_taken_in,
+            "here": pool.host_name,
+            "next": pool.next_server,
         }
         reports = [
             json.loads(body) for body in context.group.gather_bytes(json.dumps(report).encode())
         ]
         # A server that one worker can't reach is lost for all.
         lost = {server for each in reports for server in each["lost"]}
-        pool.next_step = max(each["next"] for each in reports)
-        self._anew = {
+        pool.next_server = max(each["next"] for each in reports)
+        self._starting_copies = {
             server: StartingReplica(*copy) for each in reports for server, copy in each["anew"]
         }
         # Copies that any worker has taken in count for all, before the lost ones are removed.
         for server, description in [taken for each in reports for taken in each["taken"]]:
-            self._count(server, description)
-        self._left |= {server for each in reports for server in each["left"]}
-        shards = len(connections.of)
-        self._lost += (names := connections.names(lost - self._left))
-        endpoints = pool.lose(lost | self._left)
+            self._add_copy(server, description)
+        self._departed_servers |= {server for each in reports for server in each["left"]}
+        shards = len(connections.callers_by_shard)
+        self._lost_names += (names := connections.get_server_names(lost - self._departed_servers))
+        endpoints = pool.remove_servers(lost | self._departed_servers)
         if {*range(shards)} - {*endpoints.shards}:
-            raise gone(names or [f"a {self.kind}"])
-        connections.reach(endpoints, self.me)
-        self._taken = [
+            raise make_state_lost(names or [f"a {self.server_kind}"])
+        connections.update_servers(endpoints, self.worker_number)
+        self._last_taken_in = [
             [server, description]
-            for server, description in self._taken
+            for server, description in self._last_taken_in
             if server in endpoints.numbers
         ]
-        self._replace(
-            {worker: each["here"] for worker, each in zip(self.workers, reports, strict=True)},
+        self._replace_missing(
+            {
+                worker: each["here"]
+                for worker, each in zip(self.worker_numbers, reports, strict=True)
+            },
             endpoints,
         )
 
-    def _replace(self, hosts: Mapping[int, str], endpoints: ServerEndpoints) -> None:
+    def _replace_missing(self, hosts: Mapping[int, str], endpoints: ServerEndpoints) -> None:
         """Begin to start the missing copies. `hosts` has the host of each remaining worker."""
         missing = [
             shard
-            for shard in range(len(self._connections.of))
-            for _ in range(self._copies - endpoints.shards.count(shard))
+            for shard in range(len(self._connections.callers_by_shard))
+            for _ in range(self._copy_count - endpoints.shards.count(shard))
         ]
-        for _, copy in sorted(self._anew.items()):
+        for _, copy in sorted(self._starting_copies.items()):
             if copy.shard in missing:
                 missing.remove(copy.shard)
-        self._start(missing, hosts)
+        self._start_copies(missing, hosts)
 
-    def _start(self, shards: Iterable[int], hosts: Mapping[int, str]) -> None:
+    def _start_copies(self, shards: Iterable[int], hosts: Mapping[int, str]) -> None:
         """Begin to start a copy of each of these shards.
 
         It goes to a host that has no copy of the shard, among these the one with the fewest
         servers. All workers compute the same hosts from the same facts, so they need no message.
         """
-        homes, worker_hosts = self.pool.homes(), [*hosts.values()]
+        homes, worker_hosts = self.pool.list_homes(), [*hosts.values()]
         homes += [
             (hosts[copy.starter], copy.shard)
-            for _, copy in sorted(self._anew.items())
+            for _, copy in sorted(self._starting_copies.items())
             if copy.starter in hosts
         ]
         for shard in shards:
@@ -182,13 +189,13 @@ class ServerReplication:
             )
             homes.append((home, shard))
             starter = next(worker for worker, host in hosts.items() if host == home)
-            self._anew[self.pool.spawn(shard, mine=starter == self.me)] = StartingReplica(
-                shard, starter
-            )
+            self._starting_copies[
+                self.pool.spawn_server(shard, mine=starter == self.worker_number)
+            ] = StartingReplica(shard, starter)
 
     # ---- leaving hosts
 
-    def relieve(self, hosts: Mapping[int, str], leaving: Collection[str]) -> bool:
+    def relieve_hosts(self, hosts: Mapping[int, str], leaving: Collection[str]) -> bool:
         """Begin to copy the shards that only leaving hosts have. Collective.
 
         Returns whether the hosts can leave: other hosts have a copy of each shard.
@@ -198,135 +205,145 @@ class ServerReplication:
             leaving: Hosts that leave.
         """
         staying = {worker: host for worker, host in hosts.items() if host not in leaving}
-        staying_shards = {shard for home, shard in self.pool.homes() if home not in leaving}
-        missing = {*range(len(self._connections.of))} - staying_shards
-        starting = {copy.shard for copy in self._anew.values() if copy.starter in staying}
-        self._start(sorted(missing - starting), staying)
+        staying_shards = {shard for home, shard in self.pool.list_homes() if home not in leaving}
+        missing = {*range(len(self._connections.callers_by_shard))} - staying_shards
+        starting = {
+            copy.shard for copy in self._starting_copies.values() if copy.starter in staying
+        }
+        self._start_copies(sorted(missing - starting), staying)
         return not missing
 
-    def part(self, leaving: Collection[str]) -> None:
+    def drop_leaving_servers(self, leaving: Collection[str]) -> None:
         """Remove the servers on leaving hosts.
 
         All workers call it, while none sends servers anything.
         """
-        servers = self.pool.on(leaving)
-        self._left |= {*servers}
-        self._connections.reach(self.pool.lose(servers), self.me)
+        servers = self.pool.list_servers_on(leaving)
+        self._departed_servers |= {*servers}
+        self._connections.update_servers(self.pool.remove_servers(servers), self.worker_number)
 
     # ---- new copies
 
-    def begun(self) -> list[Any]:
+    def list_begun_copies(self) -> list[Any]:
         """List this worker's copies that have begun or could not, as JSON values.
 
         Each is the server's number, and its description for the other workers or False.
         """
         outcomes = {
-            server: self.pool.spawned(server)
-            for server, copy in self._anew.items()
-            if copy.starter == self.me
+            server: self.pool.get_spawned_server(server)
+            for server, copy in self._starting_copies.items()
+            if copy.starter == self.worker_number
         }
         return [[server, outcome] for server, outcome in outcomes.items() if outcome is not None]
 
-    def filling(self, server: Any) -> Iterator[bool]:
+    def fill_new_copy(self, server: Any) -> Iterator[bool]:
         """Fill a new copy from another copy of its shard.
 
         Yields True after each piece, and False if the new copy is lost already.
         """
-        endpoints = self.pool.at(server)
+        endpoints = self.pool.make_endpoints_of(server)
         number, shard = endpoints.numbers[0], endpoints.shards[0]
-        caller = self._early.get(number) or self._connections.call(endpoints, self.me)
-        self._early[number], caller.cancel_scope = caller, self._connections.cancel_scope
+        caller = self._early_connections.get(number) or self._connections.connect_server(
+            endpoints, self.worker_number
+        )
+        self._early_connections[number], caller.cancel_scope = (
+            caller,
+            self._connections.cancel_scope,
+        )
         try:
-            for _ in self._fill(shard, caller):
+            for _ in self._fill_replica(shard, caller):
                 yield True
-        except (*LOSSES, DeadlineExceeded):
+        except (*RECOVERABLE_ERRORS, DeadlineExceeded):
             yield False
 
-    def take_in(self, servers: Iterable[Any], filled: Collection[int]) -> None:
+    def take_in_copies(self, servers: Iterable[Any], filled: Collection[int]) -> None:
         """Let the filled copies count from now on, and forget the others.
 
         `servers` has the number and the description of each copy that has begun or could not.
         """
-        self._taken = [
+        self._last_taken_in = [
             [server, description]
             for server, description in servers
             if description and server in filled
         ]
-        for server, description in self._taken:
-            self._count(server, description)
+        for server, description in self._last_taken_in:
+            self._add_copy(server, description)
         for server in [server for server, _ in servers if server not in filled]:
-            self._anew.pop(server, None)
-            if (early := self._early.pop(server, None)) is not None:
+            self._starting_copies.pop(server, None)
+            if (early := self._early_connections.pop(server, None)) is not None:
                 early.close()
             self.context.announce(
-                f"a copy of a {self.kind}, to replace one that was lost or leaves, could not "
+                f"a copy of a {self.server_kind}, to replace one that was lost or leaves, could "
+                "not "
                 "begin: there is one less"
             )
 
-    def _count(self, server: int, description: Any) -> None:
+    def _add_copy(self, server: int, description: Any) -> None:
         """Let a copy count, unless it counts already or has been lost since."""
-        self._anew.pop(server, None)
+        self._starting_copies.pop(server, None)
         # A worker that has just joined knows the copy from the list of servers that it was sent.
-        counted = self._seen | {*self.pool.lose(()).numbers}
-        self._seen.add(server)
+        counted = self._seen_copies | {*self.pool.remove_servers(()).numbers}
+        self._seen_copies.add(server)
         if server not in counted:
-            self._connections.know(server, self._early.pop(server, None))
-            self._connections.reach(self.pool.add(description), self.me)
+            self._connections.add_connection(server, self._early_connections.pop(server, None))
+            self._connections.update_servers(self.pool.add_server(description), self.worker_number)
 
-    def renew(self) -> None:
+    def fill_new_copies(self) -> None:
         """Fill the copies that have begun and take them in. Collective, if any are being started.
 
         No worker may send servers anything meanwhile. The first worker fills a copy from another
         copy. The rest wait: all meet from time to time, so that no deadline passes.
         """
-        if self.waits:
-            self.take_in(
+        if self.has_starting_copies:
+            self.take_in_copies(
                 *self.context.agreement.repeat_until_settled(
-                    self._renewed, what=f"{self.kind}s begin"
+                    self._fill_begun_copies, what=f"{self.server_kind}s begin"
                 )
             )
 
-    def _renewed(self) -> tuple[list[Any], list[int]]:
+    def _fill_begun_copies(self) -> tuple[list[Any], list[int]]:
         """Fill the copies that have begun on any worker.
 
         Returns number and description of each copy, and the numbers of the filled ones.
         """
         answers = self.context.agreement.meet(
-            f"{self.kind}s begin", json.dumps(self.begun()).encode()
+            f"{self.server_kind}s begin", json.dumps(self.list_begun_copies()).encode()
         )
         servers = sorted(outcome for answer in answers for outcome in json.loads(answer))
         return servers, [
-            server for server, description in servers if description and self._filled(description)
+            server
+            for server, description in servers
+            if description and self._fill_in_slices(description)
         ]
 
-    def _filled(self, server: Any) -> bool:
+    def _fill_in_slices(self, server: Any) -> bool:
         """Fill a copy on the first worker, and tell all whether it could. Collective."""
         is_first = self.context.group.rank == 0
-        filling = self.filling(server) if is_first else iter(())
+        filling = self.fill_new_copy(server) if is_first else iter(())
         # Meet well before the deadline of the other workers' wait.
         seconds = min(self.context.timings.servers.fill, self.context.deadline / 4)
         while True:
-            progress = _slice(filling, seconds) if is_first else b""
-            answer = self.context.agreement.meet(f"{self.kind}s are filled", progress)[0]
+            progress = _fill_slice(filling, seconds) if is_first else b""
+            answer = self.context.agreement.meet(f"{self.server_kind}s are filled", progress)[0]
             if answer != b"on":
                 return answer == b"filled"
 
     # ---- reports and end
 
-    def take_lost(self) -> list[str]:
+    def take_lost_names(self) -> list[str]:
         """Take the names of the servers that were lost since the last call."""
-        names, self._lost = self._lost, []
+        names, self._lost_names = self._lost_names, []
         return names
 
     def close(self) -> None:
         """Hang up on copies that don't count yet."""
-        for caller in self._early.values():
-            with contextlib.suppress(*LOSSES):
+        for caller in self._early_connections.values():
+            with contextlib.suppress(*RECOVERABLE_ERRORS):
                 caller.close()
-        self._early.clear()
+        self._early_connections.clear()
 
 
-def _slice(filling: Iterator[bool], seconds: float) -> bytes:
+def _fill_slice(filling: Iterator[bool], seconds: float) -> bytes:
     """Fill a copy for some seconds. Returns b"on" if there is more to do, b"filled" or b"lost"."""
     end = time.monotonic() + seconds
     for is_alive in filling:

@@ -21,7 +21,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.servers.process import optimizers
-from paceline.servers.protocol.message import Index, Request, send
+from paceline.servers.protocol.message import Index, Request, send_request
 from paceline.servers.protocol.parameters import CloseStep, ReadNorm
 from paceline.servers.protocol.samples import Contribution, ListNotArrived, StepAssignment
 from paceline.servers.worker.link import ServerLink
@@ -30,7 +30,7 @@ from paceline.servers.worker.replication import ServerReplication
 from paceline.servers.worker.sample_queue import SampleQueueClient
 
 if TYPE_CHECKING:
-    from paceline.servers.tables.steps import PerWorkerRowSteps
+    from paceline.servers.tables.row_steps import PerWorkerRowSteps
 
 
 class ScheduledSteps:
@@ -43,74 +43,74 @@ class ScheduledSteps:
     """
 
     def __init__(self, link: ServerLink, rows: PerWorkerRowSteps, bound: float = math.inf) -> None:
-        self._link, self._rows, self._bound = link, rows, bound
-        self.sample_queue = SampleQueueClient(link, self._leave)
+        self._link, self._row_steps, self._staleness_bound = link, rows, bound
+        self.sample_queue = SampleQueueClient(link, self._finish_pushes)
         self.recovery: QueueRecovery | None = None
         # By optimizer: gradients of this worker that are in a step, or were dropped.
-        self._count: dict[int, int] = {}
+        self._gradient_counts: dict[int, int] = {}
         # By optimizer: the scheduler's answer for the next gradient, if it has been asked.
-        self._decided: dict[int, StepAssignment] = {}
-        self._late = False  # whether a gradient of this turn was dropped
+        self._assignments: dict[int, StepAssignment] = {}
+        self._is_late = False  # whether a gradient of this turn was dropped
 
-    def survive(self, copies: ServerReplication) -> None:
+    def enable_recovery(self, copies: ServerReplication) -> None:
         self.recovery = QueueRecovery(self._link, copies, self.sample_queue)
 
-    def begin(self) -> None: ...
+    def begin_steps(self) -> None: ...
 
-    def pushing(self, number: int) -> None: ...
+    def prepare_push(self, number: int) -> None: ...
 
-    def _leave(self) -> None:
+    def _finish_pushes(self) -> None:
         """Wait until all pushed gradients are in a step, as this worker takes no more turns."""
         for number in range(len(self._link.optimizers)):
-            self.pushing(number)
+            self.prepare_push(number)
 
     # ---- a step
 
-    def step(self, number: int) -> None:
+    def make_step(self, number: int) -> None:
         link = self._link
-        if not self.sample_queue.open and link.free:
+        if not self.sample_queue.open and link.is_out_of_lockstep:
             raise UsageError(
                 "with staleness or backup_workers optimizers step inside the loop over a prepared "
                 "DataLoader, whose samples are dealt to the workers that are ready for them: "
                 "prepare the loader too, or leave both out"
             )
-        gradient = self._gradient(number)
-        link.context.agreement.retry_after_losses(lambda: self._step(number))
-        self._count[number] = gradient
-        self._decided.pop(number, None)
-        link.factors.pop(number, None)
-        self.sample_queue.stepped()
+        gradient = self._get_gradient_number(number)
+        link.context.agreement.retry_after_losses(lambda: self._attempt_step(number))
+        self._gradient_counts[number] = gradient
+        self._assignments.pop(number, None)
+        link.clip_factors.pop(number, None)
+        self.sample_queue.note_step()
 
-    def _gradient(self, number: int) -> int:
+    def _get_gradient_number(self, number: int) -> int:
         """Number of this worker's next gradient, from 1 on."""
-        return self._count.get(number, 0) + 1
+        return self._gradient_counts.get(number, 0) + 1
 
-    def _step(self, number: int) -> None:
-        assignment = self._decide(number)
-        self._link.settle(number)  # raises if p.grad has been changed since run.clip
+    def _attempt_step(self, number: int) -> None:
+        assignment = self._get_assignment(number)
+        self._link.push_final_gradients(number)  # raises if p.grad has been changed since run.clip
         if assignment.late:
-            self._skip(number, assignment.step)
+            self._skip_step(number, assignment.step)
         else:
-            self._close(number, assignment)
+            self._close_step(number, assignment)
 
-    def _decide(self, number: int, *, may_go_on: bool = True) -> StepAssignment:
+    def _get_assignment(self, number: int, *, may_go_on: bool = True) -> StepAssignment:
         """Get the step of the next gradient, and the workers that make it.
 
         `may_go_on` lets a late worker go on before the step is made, if the model allows it.
         """
         # The gradient must be on all servers before the scheduler counts on it.
-        if number not in self._decided:
-            self.pushing(number)
-            self._link.settle(number)
-            self._rows.hold(number)
-            self._decided[number] = self._ask(number, may_go_on=may_go_on)
-        return self._decided[number]
+        if number not in self._assignments:
+            self.prepare_push(number)
+            self._link.push_final_gradients(number)
+            self._row_steps.push_gradients(number)
+            self._assignments[number] = self._request_assignment(number, may_go_on=may_go_on)
+        return self._assignments[number]
 
-    def _ask(self, number: int, *, may_go_on: bool) -> StepAssignment:
+    def _request_assignment(self, number: int, *, may_go_on: bool) -> StepAssignment:
         """Ask the scheduler for the step of the next gradient, which has been pushed."""
         raise NotImplementedError
 
-    def _call(
+    def _send_contribution(
         self,
         number: int,
         gradient: int,
@@ -127,26 +127,30 @@ class ScheduledSteps:
         """
         link, share = self._link, self._link.context.step_state.share_of_step
         contribution = Contribution(
-            share, tuple(enumerate(optimizers.settings(link.optimizers[number])))
+            share, tuple(enumerate(optimizers.read_settings(link.optimizers[number])))
         )
-        with link.connections.waiting():
-            sent = send(link.callers[0], make_request(contribution), link.seconds)
-            return link.wait(
+        with link.connections.count_waiting():
+            sent = send_request(link.primaries[0], make_request(contribution), link.deadline)
+            return link.await_reply(
                 sent, f"optimizer.step {gradient}", ListNotArrived(Index(number), step)
             )
 
-    def _weigh(self, assignment: StepAssignment) -> tuple[float, float, bool]:
+    def _compute_weights(self, assignment: StepAssignment) -> tuple[float, float, bool]:
         """Divisor of a step's sum, factor of its learning rate, and whether late pushes stay."""
         return assignment.parts, assignment.parts, True
 
-    def _close(self, number: int, assignment: StepAssignment, *, read: bool = True) -> None:
+    def _close_step(self, number: int, assignment: StepAssignment, *, read: bool = True) -> None:
         """Make the assigned step on all copies, and with `read` take in the result.
 
         Each of the step's workers sends the same request, and servers make the step once.
         """
-        link, step, units = self._link, assignment.step, self._link.units(number) if read else []
-        divisor, part, keep = self._weigh(assignment)
-        factor, turn = link.factors.get(number, 1.0) / divisor, link.context.step_state.step
+        link, step, units = (
+            self._link,
+            assignment.step,
+            self._link.list_units(number) if read else [],
+        )
+        divisor, part, keep = self._compute_weights(assignment)
+        factor, turn = link.clip_factors.get(number, 1.0) / divisor, link.context.step_state.step
         close = CloseStep(
             Index(number),
             step,
@@ -158,48 +162,52 @@ class ScheduledSteps:
             part=part,
             keep=keep,
         )
-        closes, reads = link.everywhere(number, close), link.ask_for(units, step)
-        closes += self._rows.close(number, step, assignment, part)
+        closes, reads = link.send_to_shards(number, close), link.request_units(units, step)
+        closes += self._row_steps.close_step(number, step, assignment, part)
         for sent in closes:
-            sent.wait(link.seconds)
+            sent.wait_for_reply(link.deadline)
         if read:
-            link.take_in(units, reads)
+            link.receive_units(units, reads)
         link.steps_taken[number] = step
 
-    def _skip(self, number: int, step: int) -> None:
+    def _skip_step(self, number: int, step: int) -> None:
         """Go on from a step for which this worker is too late."""
         raise NotImplementedError
 
     # ---- clipping
 
-    def norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+    def compute_norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         return self._link.context.agreement.retry_after_losses(
-            lambda: self._ask_norms(numbers, kind, limit)
+            lambda: self._compute_norms_once(numbers, kind, limit)
         )
 
-    def _ask_norms(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
+    def _compute_norms_once(self, numbers: Sequence[int], kind: float, limit: float) -> list[float]:
         # With several optimizers the total norm needs all steps, so none may stay open.
         is_single = len(numbers) == 1
-        return [self._norm_of_step(number, kind, limit, may_go_on=is_single) for number in numbers]
+        return [
+            self._compute_step_norm(number, kind, limit, may_go_on=is_single) for number in numbers
+        ]
 
-    def _norm_of_step(self, number: int, kind: float, limit: float, *, may_go_on: bool) -> float:
+    def _compute_step_norm(
+        self, number: int, kind: float, limit: float, *, may_go_on: bool
+    ) -> float:
         """Compute the norm of a step's gradient; of the own gradient if it is too late."""
-        assignment = self._decide(number)
+        assignment = self._get_assignment(number)
         return (
-            self._link.norm([number], kind)
+            self._link.compute_own_norm([number], kind)
             if assignment.late
-            else self._norm(number, assignment, kind)
+            else self._read_step_norm(number, assignment, kind)
         )
 
-    def _norm(self, number: int, assignment: StepAssignment, kind: float) -> float:
+    def _read_step_norm(self, number: int, assignment: StepAssignment, kind: float) -> float:
         """Read the norm of the mean gradient of an assigned step."""
         link = self._link
-        requests = link.everywhere(
+        requests = link.send_to_shards(
             number,
             ReadNorm(Index(number), assignment.step, assignment.workers, kind, decided=True),
             ask=True,
         )
-        norms = [sent.wait(link.seconds).norm for sent in requests]
+        norms = [sent.wait_for_reply(link.deadline).norm for sent in requests]
         # Servers have sums, weighted by shares. Dividing by the total share gives the mean.
         return (
             float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), kind))
@@ -208,17 +216,17 @@ class ScheduledSteps:
 
     # ---- the end of a turn, and losses
 
-    def commit(self) -> None:
+    def commit_turn(self) -> None:
         if not self.sample_queue.open:
             return
-        self.sample_queue.tick(self._bound, dropped=self._late)
-        self._late = False
-        self._follow()
+        self.sample_queue.complete_turn(self._staleness_bound, dropped=self._is_late)
+        self._is_late = False
+        self._wait_for_slowest()
 
-    def _follow(self) -> None:
+    def _wait_for_slowest(self) -> None:
         """If this worker is too far ahead of the slowest, wait."""
 
-    def abort(self) -> None: ...
+    def abort_turn(self) -> None: ...
 
     def regroup(self) -> None:
         assert self.recovery is not None

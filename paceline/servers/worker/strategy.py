@@ -9,9 +9,9 @@ from functools import partial
 from paceline.codec.codec import Codec
 from paceline.codec.coding import Coding
 from paceline.errors import UsageError
-from paceline.formatting import spell
-from paceline.removed import removed
-from paceline.servers.process.codings import check
+from paceline.formatting import format_as_call
+from paceline.removed import declare_removed_options
+from paceline.servers.process.codings import check_codec
 from paceline.servers.worker.client import ParameterServerSync
 from paceline.servers.worker.consistency import (
     Asynchronous,
@@ -24,7 +24,7 @@ from paceline.sync.base import Sync
 from paceline.sync.context import SyncContext
 
 
-@removed(
+@declare_removed_options(
     pull="optimizer.step() pulls the parameters; leave pull out",
     requeue=(
         "what backup workers drop is counted, and not dealt again; "
@@ -81,10 +81,10 @@ class ParameterServer:
     bucket_mb: float = 4.0
     codec: Codec | Coding | None = None
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
-        check(self.codec)
+        check_codec(self.codec)
         if self.servers is not None and self.servers < 1:
             raise UsageError(
                 f"servers={self.servers} is not a number of servers; give 1 or more, or leave it "
@@ -136,9 +136,9 @@ class ParameterServer:
                 f"backup_workers={self.backup_workers} of {context.group.size} workers leaves none "
                 "to wait for; give fewer"
             )
-        return ParameterServerSync(context, self, self._model())
+        return ParameterServerSync(context, self, self._make_model())
 
-    def _model(self) -> ConsistencyModel:
+    def _make_model(self) -> ConsistencyModel:
         """Choose the consistency model."""
         if self.backup_workers:
             return ConsistencyModel(partial(BackupWorkers, backups=self.backup_workers), drops=True)

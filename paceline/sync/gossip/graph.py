@@ -26,30 +26,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import UsageError
-from paceline.formatting import unknown
+from paceline.formatting import describe_unknown_choice
 
 Matrix: TypeAlias = NDArray[np.float64]
 Graph = Literal["ring", "exponential", "matching", "full"]
 Edges: TypeAlias = tuple[tuple[int, int], ...]
-SEED = 2006  # of the matchings, the same on all ranks
-LEAST = 1e-9  # a smaller spectral gap counts as 0
+MATCHING_SEED = 2006  # of the matchings, the same on all ranks
+SMALLEST_GAP = 1e-9  # a smaller spectral gap counts as 0
 
 
-def weights(graph: str | Edges, size: int, step: int) -> Matrix:
+def build_weights(graph: str | Edges, size: int, step: int) -> Matrix:
     """Build W of a step: entry (i, j) is the weight of rank j's values on rank i."""
     if isinstance(graph, str):
         return GRAPHS[graph](size, step)
-    return _edges(graph, size)
+    return _build_from_edges(graph, size)
 
 
-def period(graph: str | Edges, size: int) -> int:
+def count_period(graph: str | Edges, size: int) -> int:
     """Number of steps after which the matrices repeat; 0 if they never do."""
     if graph == "matching":
         return 0
     return max(1, math.ceil(math.log2(size))) if graph == "exponential" else 1
 
 
-def gap(graph: str | Edges, size: int) -> float:
+def compute_spectral_gap(graph: str | Edges, size: int) -> float:
     """Compute the spectral gap: 1 - the factor by which a step shrinks distances to the mean.
 
     1: all values are equal after one period. 0: values never become equal. For "matching" the
@@ -65,17 +65,17 @@ def gap(graph: str | Edges, size: int) -> float:
         expected += np.eye(size) * (1 - pair_probability / 2 * size)
         return 1 - math.sqrt(max(0.0, float(np.linalg.norm(expected - mean, 2))))
     # The largest factor of a whole period, then its mean per step.
-    product, count = np.eye(size), period(graph, size)
+    product, count = np.eye(size), count_period(graph, size)
     for step in range(count):
-        product = weights(graph, size, step) @ product
+        product = build_weights(graph, size, step) @ product
     factor = float(np.linalg.norm(product - mean, 2))
-    return 1.0 if factor < LEAST else 1 - factor ** (1 / count)
+    return 1.0 if factor < SMALLEST_GAP else 1 - factor ** (1 / count)
 
 
-def check(graph: str | Edges) -> None:
+def check_graph(graph: str | Edges) -> None:
     """Raise `UsageError` if this is neither the name of a graph nor pairs of ranks."""
     if isinstance(graph, str):
-        if wrong := unknown("graph", graph, Graph):
+        if wrong := describe_unknown_choice("graph", graph, Graph):
             raise UsageError(f"{wrong}; or pairs of ranks, such as ((0, 1), (1, 2))")
         return
     is_pairs = (
@@ -94,7 +94,7 @@ def check(graph: str | Edges) -> None:
         )
 
 
-def prove(graph: str | Edges, size: int) -> float:
+def prove_mixing(graph: str | Edges, size: int) -> float:
     """Check that W is doubly stochastic and mixes; return its spectral gap.
 
     Raises `UsageError` if the graph has other ranks, or isn't connected.
@@ -104,14 +104,14 @@ def prove(graph: str | Edges, size: int) -> float:
             f"graph={graph!r} has rank {max(rank for edge in graph for rank in edge)}, but there "
             f"are {size} workers; name ranks 0 to {size - 1}"
         )
-    for step in range(period(graph, size) or 2 * size):
-        matrix = weights(graph, size, step)
+    for step in range(count_period(graph, size) or 2 * size):
+        matrix = build_weights(graph, size, step)
         assert (
             (matrix >= 0).all() and np.allclose(matrix.sum(0), 1) and np.allclose(matrix.sum(1), 1)
         ), "W is doubly stochastic"
-    spectral_gap = gap(graph, size)
-    if spectral_gap < LEAST:
-        apart = _component(graph, size) if not isinstance(graph, str) else []
+    spectral_gap = compute_spectral_gap(graph, size)
+    if spectral_gap < SMALLEST_GAP:
+        apart = _find_component(graph, size) if not isinstance(graph, str) else []
         raise UsageError(
             f"graph={graph!r} never mixes: ranks {apart} hear nothing of the others among {size}; "
             "join them by a pair"
@@ -119,13 +119,13 @@ def prove(graph: str | Edges, size: int) -> float:
     return spectral_gap
 
 
-def _ring(size: int, step: int) -> Matrix:
-    return _edges(
+def _build_ring(size: int, step: int) -> Matrix:
+    return _build_from_edges(
         tuple((rank, (rank + 1) % size) for rank in range(size if size > 2 else size - 1)), size
     )
 
 
-def _exponential(size: int, step: int) -> Matrix:
+def _build_exponential(size: int, step: int) -> Matrix:
     shift = 1 << step % max(1, math.ceil(math.log2(size)))
     matrix = np.eye(size) / 2
     for rank in range(size):
@@ -133,9 +133,9 @@ def _exponential(size: int, step: int) -> Matrix:
     return matrix
 
 
-def _matching(size: int, step: int) -> Matrix:
+def _build_matching(size: int, step: int) -> Matrix:
     ranks = list(range(size))
-    random.Random(SEED + step).shuffle(ranks)
+    random.Random(MATCHING_SEED + step).shuffle(ranks)
     matrix = np.eye(size)
     for first, second in zip(ranks[::2], ranks[1::2], strict=False):
         matrix[first, first] = matrix[second, second] = matrix[first, second] = matrix[
@@ -144,11 +144,11 @@ def _matching(size: int, step: int) -> Matrix:
     return matrix
 
 
-def _full(size: int, step: int) -> Matrix:
+def _build_full(size: int, step: int) -> Matrix:
     return np.full((size, size), 1 / size)
 
 
-def _edges(edges: Edges, size: int) -> Matrix:
+def _build_from_edges(edges: Edges, size: int) -> Matrix:
     pairs = {(min(first, second), max(first, second)) for first, second in edges}
     degree = [sum(rank in pair for pair in pairs) for rank in range(size)]
     matrix = np.zeros((size, size))
@@ -157,7 +157,7 @@ def _edges(edges: Edges, size: int) -> Matrix:
     return matrix + np.diag(1 - matrix.sum(1))
 
 
-def _component(edges: Edges, size: int) -> list[int]:
+def _find_component(edges: Edges, size: int) -> list[int]:
     """Find the smallest connected component, as sorted ranks."""
     components: list[set[int]] = [{rank} for rank in range(size)]
     for first, second in edges:
@@ -169,8 +169,8 @@ def _component(edges: Edges, size: int) -> list[int]:
 
 
 GRAPHS: dict[str, Callable[[int, int], Matrix]] = {
-    "ring": _ring,
-    "exponential": _exponential,
-    "matching": _matching,
-    "full": _full,
+    "ring": _build_ring,
+    "exponential": _build_exponential,
+    "matching": _build_matching,
+    "full": _build_full,
 }

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.comm.bucket_layout import Bucket
 from paceline.comm.group_protocol import Work
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class adaptive:
     most: int = 128
     drift: float = 1.0
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.first <= self.most or not self.drift > 0:
@@ -46,7 +46,7 @@ class adaptive:
                 f"{self!r}: 1 <= least <= first <= most and drift above 0 have to hold"
             )
 
-    def next(self, every: int, measured_drift: float) -> int:
+    def next_steps(self, every: int, measured_drift: float) -> int:
         """Choose the steps of the next round, after a round of `every` steps with this drift."""
         if measured_drift > self.drift:
             return max(self.least, every // 2)
@@ -62,14 +62,16 @@ class FragmentUnit:
     start: Tensor  # values that all replicas had after the last round
     memory: Tensor | None  # state of the outer optimizer
     work: Work[Tensor] | None = None
-    begun: int = 0  # nanoseconds, when the exchange was started
-    carried: Tensor | None = None  # changes of lost workers, weighted, to be sent by this one
-    copied: Tensor | None = None  # copy of this worker's change, for its buddy
+    started_ns: int = 0  # nanoseconds, when the exchange was started
+    carried_change: Tensor | None = (
+        None  # changes of lost workers, weighted, to be sent by this one
+    )
+    copied_change: Tensor | None = None  # copy of this worker's change, for its buddy
 
-    def weigh(self, change: Tensor, part: float) -> Tensor:
+    def weight_change(self, change: Tensor, part: float) -> Tensor:
         """Weight this worker's change by `part`, in place, and add the carried changes."""
         change.mul_(part)
-        return change if self.carried is None else change.add_(self.carried)
+        return change if self.carried_change is None else change.add_(self.carried_change)
 
 
 @dataclass
@@ -80,50 +82,63 @@ class Fragment:
     counts the next round. `in_exchange` is true from then until the mean change has been applied.
     """
 
-    landed: int = 0  # step after which the last round ended
+    ended_step: int = 0  # step after which the last round ended
     units: list[FragmentUnit] = field(default_factory=list)
-    steps: int = 0  # since the fragment was last sent
-    parts: float = 0.0  # sum over these steps of this worker's part of the samples
-    length: int = 1  # steps of the round that is on its way
-    mine: float = 0.0  # this worker's weight in it: mean part of the samples
-    weights: float = 1.0  # sum of the weights of all workers and of lost ones
-    living: float = 1.0  # sum of the weights of all workers
-    lost: float = 0.0  # like `sample_parts`, of the lost workers whose changes are carried
-    flying: bool = False
-    here: bool = False  # the sums have arrived on this worker, perhaps not on all
-    level: int = -1  # step after which all replicas were equal to `start`; -1 with `alpha`
+    steps_made: int = 0  # since the fragment was last sent
+    sample_parts: float = 0.0  # sum over these steps of this worker's part of the samples
+    sent_steps: int = 1  # steps of the round that is on its way
+    own_weight: float = 0.0  # this worker's weight in it: mean part of the samples
+    total_weight: float = 1.0  # sum of the weights of all workers and of lost ones
+    present_weight: float = 1.0  # sum of the weights of all workers
+    carried_parts: float = 0.0  # like `sample_parts`, of the lost workers whose changes are carried
+    in_exchange: bool = False
+    has_arrived: bool = False  # the sums have arrived on this worker, perhaps not on all
+    equal_step: int = -1  # step after which all replicas were equal to `start`; -1 with `alpha`
 
-    def own(self, changed: Callable[[FragmentUnit, Tensor], Tensor]) -> dict[str, Any] | None:
+    def copy_changes(
+        self, changed: Callable[[FragmentUnit, Tensor], Tensor]
+    ) -> dict[str, Any] | None:
         """Copy this worker's weighted changes, with carried ones; None if nothing has changed.
 
         `changed(unit, into)` writes this replica's change of a unit into memory.
         """
-        if not self.flying and not self.steps:
+        if not self.in_exchange and not self.steps_made:
             return None
         # The change since `start` has the weight of the round on its way, if there is one.
         part, steps = (
-            (self.mine, self.length) if self.flying else (self.parts / self.steps, self.steps)
+            (self.own_weight, self.sent_steps)
+            if self.in_exchange
+            else (self.sample_parts / self.steps_made, self.steps_made)
         )
         changes = []
         for unit in self.units:
-            unit.copied = torch.zeros_like(unit.start) if unit.copied is None else unit.copied
-            changes.append(unit.weigh(changed(unit, unit.copied), part))
-        return {"parts": part * steps + self.lost, "changes": changes}
+            unit.copied_change = (
+                torch.zeros_like(unit.start) if unit.copied_change is None else unit.copied_change
+            )
+            changes.append(unit.weight_change(changed(unit, unit.copied_change), part))
+        return {"parts": part * steps + self.carried_parts, "changes": changes}
 
-    def fits(self, theirs: dict[str, Any] | None) -> bool:
+    def has_shapes_of(self, theirs: dict[str, Any] | None) -> bool:
         """Whether another worker's copied changes have the shapes of these units."""
         return theirs is None or [change.shape for change in theirs["changes"]] == [
             unit.start.shape for unit in self.units
         ]
 
-    def carry(self, theirs: dict[str, Any]) -> None:
+    def carry_changes(self, theirs: dict[str, Any]) -> None:
         """Send a lost worker's copied changes together with this worker's from now on."""
-        self.lost += theirs["parts"]
+        self.carried_parts += theirs["parts"]
         for unit, change in zip(self.units, theirs["changes"], strict=True):
-            unit.carried = change if unit.carried is None else unit.carried + change
+            unit.carried_change = (
+                change if unit.carried_change is None else unit.carried_change + change
+            )
 
-    def land(self, step: int) -> None:
+    def end_round(self, step: int) -> None:
         """End the round after this step: the carried changes have been sent."""
-        self.flying, self.here, self.landed, self.lost = False, False, step, 0.0
+        self.in_exchange, self.has_arrived, self.ended_step, self.carried_parts = (
+            False,
+            False,
+            step,
+            0.0,
+        )
         for unit in self.units:
-            unit.carried = None
+            unit.carried_change = None

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.codec.auto import auto
-from paceline.codec.codec import Codec, lift
+from paceline.codec.codec import Codec, to_codec
 from paceline.codec.coding import Coding, exact
 from paceline.errors import UsageError
-from paceline.formatting import spell, unknown
+from paceline.formatting import describe_unknown_choice, format_as_call
 from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.outer import Outer, average
 
@@ -30,20 +30,20 @@ class RoundOptions:
     alpha: float = 0.0
     bucket_mb: float = 8.0
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         if isinstance(self.codec, auto):
             raise UsageError(
                 f"{self.codec!r} works with AllReduce only; give LocalSGD a codec, such as int8()"
             )
-        lift(self.codec)
+        to_codec(self.codec)
         steps = self.every.least if isinstance(self.every, adaptive) else self.every
         if not isinstance(self.every, int | adaptive) or steps < 1:
             raise UsageError(
                 f"every={self.every!r} is not a number of steps; give 1 or more, or adaptive(...)"
             )
-        if wrong := unknown("momentum", self.momentum, Momentum):
+        if wrong := describe_unknown_choice("momentum", self.momentum, Momentum):
             raise UsageError(wrong)
         if not hasattr(self.outer, "move"):
             raise UsageError(

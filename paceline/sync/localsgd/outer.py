@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 
 
 class Outer(Protocol):
@@ -44,7 +44,7 @@ class average:
     >>> pl.start(sync=pl.LocalSGD(every=16, outer=pl.average()))
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def begin(self, like: Tensor) -> Tensor | None:
         return None
@@ -69,7 +69,7 @@ class nesterov:
     lr: float = 0.7
     momentum: float = 0.9
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def __post_init__(self) -> None:
         if not self.lr > 0 or not 0 <= self.momentum < 1:

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.codec.codec import lift, plain
+from paceline.codec.codec import plain, to_codec
 from paceline.comm.bucket_layout import Bucket, BucketShape, build_buckets, cut_runs, scale_copy
-from paceline.errors import LOSSES, UsageError, ViewChanged
+from paceline.errors import RECOVERABLE_ERRORS, UsageError, ViewChanged
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Slot, check_strategy
 from paceline.sync.compressed import CompressedExchange
-from paceline.sync.context import SyncContext, among_own
+from paceline.sync.context import SyncContext, rescale_to_part
 from paceline.sync.localsgd.fragment import Fragment, FragmentUnit, adaptive
-from paceline.sync.localsgd.memories import OuterMemories, named
 from paceline.sync.localsgd.options import RoundOptions
-from paceline.sync.routes import reducer
+from paceline.sync.localsgd.outer_memories import OuterMemories, has_memory_per_element
+from paceline.sync.routes import find_reducer_maker
 
 
 class LocalSGDSync:
@@ -49,50 +49,54 @@ class LocalSGDSync:
 
     def __init__(self, context: SyncContext, options: RoundOptions) -> None:
         self._context, self._options = context, options
-        self._every = options.every.first if isinstance(options.every, adaptive) else options.every
+        self._round_steps = (
+            options.every.first if isinstance(options.every, adaptive) else options.every
+        )
         self._coded = (
             None
-            if isinstance(lift(options.codec), plain)
+            if isinstance(to_codec(options.codec), plain)
             else CompressedExchange(context, options.codec, hosts=True)
         )
-        self._reducer = reducer("auto", coded=self._coded is not None)(context)
-        self._warm = AllReduce().begin(context) if options.after else None
+        self._reducer = find_reducer_maker("auto", coded=self._coded is not None)(context)
+        self._warm_up = AllReduce().begin(context) if options.after else None
         self._slots: list[Slot] = []
         self._grads: dict[int, Tensor] = {}
         self._steps = 0  # since the begin of training
-        self._part = 0.0  # this worker's part of the samples of the open step
-        self._open = self._counted = False
+        self._sample_part = 0.0  # this worker's part of the samples of the open step
+        self._step_open = self._step_counted = False
         # Of this worker's last round: squared distance of its change from the mean change, and
         # squared norm of the mean change.
         self._drift = (0.0, 0.0)
-        self._rounds = [Fragment() for _ in range(options.fragments)]
+        self._fragments = [Fragment() for _ in range(options.fragments)]
         self._memories = OuterMemories()
         self.has_sync_points = options.fragments == 1 and not options.alpha
 
     @property
     def exchanges_in_backward(self) -> bool:
         """Whether the strategy is still in its warm-up with AllReduce."""
-        return self._warm is not None
+        return self._warm_up is not None
 
     # ---- layout
 
     def attach(self, slots: Sequence[Slot]) -> None:
         self.converge()
-        self._memories.take(self._units, self._slots)
-        self._release()
+        self._memories.save_units(self._units, self._slots)
+        self._release_units()
         self._slots = list(slots)
-        if self._warm is not None:
-            self._warm.attach(slots)
+        if self._warm_up is not None:
+            self._warm_up.attach(slots)
         else:
-            self._lay_out(self._rounds)
-            self._memories.give(self._units, self._slots)
+            self._build_units(self._fragments)
+            self._memories.restore_units(self._units, self._slots)
 
-    def _lay_out(self, rounds: list[Fragment]) -> None:
+    def _build_units(self, rounds: list[Fragment]) -> None:
         """Divide the model among these fragments, and each fragment into buckets. Collective.
 
         Fragments have about the same number of elements. Replicas must be equal.
         """
-        kinds = [None if self._coded is None else self._coded.kind(slot) for slot in self._slots]
+        kinds = [
+            None if self._coded is None else self._coded.choose_codecs(slot) for slot in self._slots
+        ]
         layouts = [
             None if kind is None else (kind, slot.shard)
             for slot, kind in zip(self._slots, kinds, strict=True)
@@ -110,202 +114,226 @@ class LocalSGDSync:
         runs = [
             (run, fragment)
             for indices, fragment in zip(members, rounds, strict=True)
-            for run in cut_runs(shapes, indices, self._limit)
+            for run in cut_runs(shapes, indices, self._bucket_bytes)
         ]
-        buckets = build_buckets(shapes, [run for run, _ in runs], self._empty)
+        buckets = build_buckets(shapes, [run for run, _ in runs], self._allocate_flat)
         if self._coded is not None:
-            self._coded.lay_out(buckets, [slot.name for slot in self._slots], shapes, kinds)
+            self._coded.exchange_buckets(
+                buckets, [slot.name for slot in self._slots], shapes, kinds
+            )
         for index, (bucket, (_, fragment)) in enumerate(zip(buckets, runs, strict=True)):
-            start = self._read(bucket, torch.zeros_like(bucket.flat))
+            start = self._read_parameters(bucket, torch.zeros_like(bucket.flat))
             memory = self._options.outer.begin(start)
             fragment.units.append(FragmentUnit(index, bucket, start, memory))
 
     @property
-    def _limit(self) -> int:
+    def _bucket_bytes(self) -> int:
         return int(self._options.bucket_mb * 1e6)
 
     @property
     def _units(self) -> list[FragmentUnit]:
-        return [unit for fragment in self._rounds for unit in fragment.units]
+        return [unit for fragment in self._fragments for unit in fragment.units]
 
-    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def _allocate_flat(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return (
             torch.empty(numel, dtype=dtype, device=device)
             if device.type != "cpu"
-            else self._reducer.empty(numel, dtype)
+            else self._reducer.allocate_bucket(numel, dtype)
         )
 
-    def _read(self, bucket: Bucket, into: Tensor) -> Tensor:
+    def _read_parameters(self, bucket: Bucket, into: Tensor) -> Tensor:
         """Copy the present parameters of a bucket into a flat tensor, and return it."""
         for number, view in zip(bucket.members, bucket.views_over(into), strict=True):
             view.copy_(self._slots[number].parameter.detach())
         return into
 
-    def _release(self) -> None:
+    def _release_units(self) -> None:
         for unit in self._units:
-            self._reducer.release(unit.bucket.flat)
-        self._rounds = [Fragment(self._steps + self._open) for _ in range(self._options.fragments)]
+            self._reducer.release_memory(unit.bucket.flat)
+        self._fragments = [
+            Fragment(self._steps + self._step_open) for _ in range(self._options.fragments)
+        ]
 
     # ---- backward: nothing travels
 
-    def ready(self, number: int, grad: Tensor, scale: float) -> None:
-        if self._warm is not None:
-            self._warm.ready(number, grad, scale)
+    def take_gradient(self, number: int, grad: Tensor, scale: float) -> None:
+        if self._warm_up is not None:
+            self._warm_up.take_gradient(number, grad, scale)
             return
         state = self._context.step_state
         # If several workers share a replica, gradients are summed over them, with global weights.
-        # `backward_done` turns the sums into means.
+        # `end_backward` turns the sums into means.
         value = scale_copy(
             grad, state.local_factor(grad, scale) if self._context.sharers is None else scale
         )
         self._grads[number] = self._grads[number] + value if number in self._grads else value
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
-        return self._warm is not None and self._warm.overwrites(number, grad)
+        return self._warm_up is not None and self._warm_up.overwrites(number, grad)
 
-    def backward_done(self, where: str) -> list[tuple[int, Tensor]]:
-        self._open = True
-        if self._warm is not None:
-            return self._warm.backward_done(where)
+    def end_backward(self, where: str) -> list[tuple[int, Tensor]]:
+        self._step_open = True
+        if self._warm_up is not None:
+            return self._warm_up.end_backward(where)
         gradients, self._grads = list(self._grads.items()), {}
-        self._part = self._context.replica_share()
+        self._sample_part = self._context.sum_replica_share()
         if self._context.sharers is not None:
-            among_own((gradient for _, gradient in gradients), self._part)
+            rescale_to_part((gradient for _, gradient in gradients), self._sample_part)
         return gradients
 
-    def stepped(self, optimizer: Optimizer) -> None:
-        self._counted = False
+    def note_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._step_counted = False
 
     # ---- rounds
 
     def commit(self) -> None:
         """End a step, and the rounds that are due with it."""
         self._steps += 1
-        if self._warm is not None:
-            self._warm.commit()
+        if self._warm_up is not None:
+            self._warm_up.commit()
             if self._steps >= self._options.after:
                 self._context.agreement.attempt_call(self._end_warm_up)
             return
-        self._count()
-        self._part, self._open, self._counted = 0.0, False, False
+        self._count_step()
+        self._sample_part, self._step_open, self._step_counted = 0.0, False, False
         # All workers go through the fragments in the same order, as both calls are collective.
-        for index, fragment in enumerate(self._rounds):
-            if fragment.flying and fragment.steps >= self._options.delay:
-                self._land(index, self._options.alpha)
-            if self._due(index):
-                self._send(index)
+        for index, fragment in enumerate(self._fragments):
+            if fragment.in_exchange and fragment.steps_made >= self._options.delay:
+                self._finish_round(index, self._options.alpha)
+            if self._is_due(index):
+                self._send_fragment(index)
                 if not self._options.delay:
-                    self._land(index, 0.0)
+                    self._finish_round(index, 0.0)
         if self._coded is not None:
             self._coded.commit()
 
-    def _count(self) -> None:
+    def _count_step(self) -> None:
         """Count the step under way in all rounds, unless that was done."""
-        if not self._counted:
-            for fragment in self._rounds:
-                fragment.steps += 1
-                fragment.parts += self._part
-        self._counted = True
+        if not self._step_counted:
+            for fragment in self._fragments:
+                fragment.steps_made += 1
+                fragment.sample_parts += self._sample_part
+        self._step_counted = True
 
     def _end_warm_up(self) -> None:
-        if self._warm is not None:
-            self._warm.detach()
-            self._warm = None
+        if self._warm_up is not None:
+            self._warm_up.detach()
+            self._warm_up = None
         # There are units already if a worker was lost during an earlier try of this call.
         if not self._units:
-            self._lay_out(self._rounds)
-            self._memories.give(self._units, self._slots)
+            self._build_units(self._fragments)
+            self._memories.restore_units(self._units, self._slots)
 
-    def _due(self, index: int) -> bool:
+    def _is_due(self, index: int) -> bool:
         """Whether the round of a fragment ends with this step.
 
         In the first round, fragments are sent at equal distances. From then on each is sent again
         after `_round_steps` steps, so that fragments take turns.
         """
-        fragment = self._rounds[index]
+        fragment = self._fragments[index]
         local_steps = self._steps - self._options.after
-        if local_steps < self._every:
-            return local_steps == self._every * (index + 1) // len(self._rounds)
-        return fragment.steps >= self._every
+        if local_steps < self._round_steps:
+            return local_steps == self._round_steps * (index + 1) // len(self._fragments)
+        return fragment.steps_made >= self._round_steps
 
-    def _send(self, index: int) -> None:
+    def _send_fragment(self, index: int) -> None:
         """End the local steps of a fragment's round; with a delay, start its exchange."""
-        fragment = self._rounds[index]
-        fragment.mine, fragment.length = fragment.parts / fragment.steps, fragment.steps
-        fragment.steps, fragment.parts, fragment.flying, fragment.here = 0, 0.0, True, False
+        fragment = self._fragments[index]
+        fragment.own_weight, fragment.sent_steps = (
+            fragment.sample_parts / fragment.steps_made,
+            fragment.steps_made,
+        )
+        fragment.steps_made, fragment.sample_parts, fragment.in_exchange, fragment.has_arrived = (
+            0,
+            0.0,
+            True,
+            False,
+        )
         # Without a delay, `_wait_for_changes` starts the exchange, as it follows at once.
-        self._launch(index, adapt=True) if self._options.delay else None
+        self._start_exchange(index, adapt=True) if self._options.delay else None
 
-    def _launch(self, index: int, *, adapt: bool) -> None:
+    def _start_exchange(self, index: int, *, adapt: bool) -> None:
         """Exchange the weights of all workers, then start the sums of a fragment's changes."""
-        fragment, agreement = self._rounds[index], self._context.agreement
-        body = msgpack.packb([fragment.mine, fragment.lost / fragment.length, self._drift])
+        fragment, agreement = self._fragments[index], self._context.agreement
+        body = msgpack.packb(
+            [fragment.own_weight, fragment.carried_parts / fragment.sent_steps, self._drift]
+        )
         answers = [msgpack.unpackb(answer) for answer in agreement.meet(f"round of {index}", body)]
-        fragment.living = sum(weight for weight, _, _ in answers)
-        fragment.weights = fragment.living + sum(carried for _, carried, _ in answers) or 1.0
+        fragment.present_weight = sum(weight for weight, _, _ in answers)
+        fragment.total_weight = (
+            fragment.present_weight + sum(carried for _, carried, _ in answers) or 1.0
+        )
         if adapt:
-            self._adapt([drift for _, _, drift in answers])
+            self._adapt_round_steps([drift for _, _, drift in answers])
         for unit in fragment.units:
-            flat = unit.weigh(self._changed(unit, unit.bucket.flat), fragment.mine)
-            name, unit.begun = f"change {unit.index}", time.perf_counter_ns()
+            flat = unit.weight_change(
+                self._compute_change(unit, unit.bucket.flat), fragment.own_weight
+            )
+            name, unit.started_ns = f"change {unit.index}", time.perf_counter_ns()
             try:
-                if self._coded is not None and self._coded.takes(unit.index):
+                if self._coded is not None and self._coded.is_coded(unit.index):
                     unit.work = self._coded.all_reduce(unit.index, flat, name)
                 else:
                     unit.work = self._reducer.all_reduce(flat, name)
-            except LOSSES:
+            except RECOVERABLE_ERRORS:
                 if agreement.recovery is None:
                     raise
                 # Works are missing now, so `_wait_for_changes` starts the exchange again.
                 return
 
-    def _changed(self, unit: FragmentUnit, into: Tensor) -> Tensor:
+    def _compute_change(self, unit: FragmentUnit, into: Tensor) -> Tensor:
         """Compute this replica's change of a unit since the last round, into a flat tensor."""
-        return self._read(unit.bucket, into).sub_(unit.start)
+        return self._read_parameters(unit.bucket, into).sub_(unit.start)
 
-    def _arrive(self, index: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
+    def _wait_for_changes(self, index: int) -> tuple[list[Tensor], list[tuple[Tensor, Tensor]]]:
         """Wait for the sums of a fragment's changes, and for the means of optimizer state."""
-        fragment = self._rounds[index]
+        fragment = self._fragments[index]
         if any(unit.work is None for unit in fragment.units):
-            self._launch(index, adapt=not self._options.delay)
+            self._start_exchange(index, adapt=not self._options.delay)
         works = [unit.work for unit in fragment.units if unit.work is not None]
         if len(works) < len(fragment.units):
             raise ViewChanged("a worker was lost while changes were sent")
         with (
             contextlib.nullcontext()
             if self._coded is None
-            else self._coded.awaited([(unit.index, unit.begun) for unit in fragment.units])
+            else self._coded.measure_wait(
+                [(unit.index, unit.started_ns) for unit in fragment.units]
+            )
         ):
             changes = [work.wait() for work in works]
-        fragment.here = True
-        memories = self._mean_memories(fragment) if self._options.momentum == "averaged" else []
+        fragment.has_arrived = True
+        memories = (
+            self._average_optimizer_state(fragment) if self._options.momentum == "averaged" else []
+        )
         return changes, memories
 
-    def _void(self, index: int) -> None:
+    def _discard_exchange(self, index: int) -> None:
         """Discard an exchange that some workers couldn't finish, so that it is started again."""
-        fragment = self._rounds[index]
-        fragment.here = False
+        fragment = self._fragments[index]
+        fragment.has_arrived = False
         for unit in fragment.units:
             unit.work = None
             if self._coded is not None:
                 self._coded.abort(unit.index)
 
-    def _land(self, index: int, alpha: float) -> None:
+    def _finish_round(self, index: int, alpha: float) -> None:
         """End a fragment's round: wait for the mean change, and move the replica by it.
 
         `alpha`: weight of the replica's own values.
         """
         begun, apart, moved = time.perf_counter_ns(), 0.0, 0.0
-        fragment = self._rounds[index]
+        fragment = self._fragments[index]
         changes, memories = self._context.agreement.repeat_until_settled(
-            lambda: self._arrive(index), lambda: self._void(index), f"round of {index}"
+            lambda: self._wait_for_changes(index),
+            lambda: self._discard_exchange(index),
+            f"round of {index}",
         )
         for unit, change in zip(fragment.units, changes, strict=True):
             unit.work = None
-            change.div_(fragment.weights)
+            change.div_(fragment.total_weight)
             # Before the outer optimizer, which may write over `change` and moves `start`.
             if isinstance(self._options.every, adaptive):
-                own_change = self._changed(unit, torch.zeros_like(change))
+                own_change = self._compute_change(unit, torch.zeros_like(change))
                 apart += float((own_change - change).square().sum())
                 moved += float(change.square().sum())
             self._options.outer.move(unit.start, change, unit.memory)
@@ -316,22 +344,22 @@ class LocalSGDSync:
                 parameter.copy_(view) if not alpha else parameter.lerp_(view, 1 - alpha)
         for memory, mean in memories:
             memory.copy_(mean)
-        fragment.land(self._steps + self._open)
-        fragment.level = -1 if alpha else self._steps
+        fragment.end_round(self._steps + self._step_open)
+        fragment.equal_step = -1 if alpha else self._steps
         self._drift = (apart, moved)
-        self._context.trace.record("round", "exchange", begun, time.perf_counter_ns())
+        self._context.trace.record_span("round", "exchange", begun, time.perf_counter_ns())
 
-    def _adapt(self, drifts: Sequence[Sequence[float]]) -> None:
+    def _adapt_round_steps(self, drifts: Sequence[Sequence[float]]) -> None:
         """Set the length of the next round by the drift of all workers in the last one."""
         apart, moved = (sum(drift[side] for drift in drifts) / len(drifts) for side in (0, 1))
         if isinstance(self._options.every, adaptive) and moved > 0:
             # An exchange must end before the next one of its fragment begins.
-            self._every = max(
-                self._options.every.next(self._every, math.sqrt(apart / moved)),
+            self._round_steps = max(
+                self._options.every.next_steps(self._round_steps, math.sqrt(apart / moved)),
                 self._options.delay + 1,
             )
 
-    def _mean_memories(self, fragment: Fragment) -> list[tuple[Tensor, Tensor]]:
+    def _average_optimizer_state(self, fragment: Fragment) -> list[tuple[Tensor, Tensor]]:
         """Average the optimizer state of a fragment over all workers. Collective.
 
         Returns each state tensor with its mean, without writing to it.
@@ -352,9 +380,11 @@ class LocalSGDSync:
         # One sum per dtype, in an order that is the same on all workers.
         for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
             same_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
-            flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype]).mul_(fragment.mine)
+            flat = torch.cat([tensor.reshape(-1) for tensor in same_dtype]).mul_(
+                fragment.own_weight
+            )
             total = self._reducer.all_reduce(flat, f"momentum {dtype}").wait()
-            means = total.div_(fragment.living or 1.0)
+            means = total.div_(fragment.present_weight or 1.0)
             pieces = means.split([tensor.numel() for tensor in same_dtype])
             pairs += [
                 (tensor, mean.view(tensor.shape))
@@ -367,9 +397,11 @@ class LocalSGDSync:
 
         During the warm-up replicas are always equal, and the strategy has no state of its own.
         """
-        if self._warm is not None:
+        if self._warm_up is not None:
             return {}
-        if any(fragment.level != self._steps for fragment in self._rounds if fragment.units):
+        if any(
+            fragment.equal_step != self._steps for fragment in self._fragments if fragment.units
+        ):
             return None
         memories = {
             f"momentum of rounds, {unit.index}": unit.memory
@@ -382,18 +414,18 @@ class LocalSGDSync:
 
     def converge(self) -> None:
         """End all rounds now; the step under way is part of them."""
-        if self._warm is not None:
+        if self._warm_up is not None:
             return
-        if self._open:
-            self._count()
-        for index, fragment in enumerate(self._rounds):
-            if fragment.flying:
-                self._land(index, self._options.alpha)
+        if self._step_open:
+            self._count_step()
+        for index, fragment in enumerate(self._fragments):
+            if fragment.in_exchange:
+                self._finish_round(index, self._options.alpha)
                 # Replicas still differ, by later steps or by `alpha`: make one more round.
-                fragment.steps = max(fragment.steps, 1)
-            if fragment.units and fragment.steps:
-                self._send(index)
-                self._land(index, 0.0)
+                fragment.steps_made = max(fragment.steps_made, 1)
+            if fragment.units and fragment.steps_made:
+                self._send_fragment(index)
+                self._finish_round(index, 0.0)
         if self._coded is not None:
             self._coded.commit()
 
@@ -401,55 +433,59 @@ class LocalSGDSync:
 
     def abort(self) -> None:
         self._grads.clear()
-        self._part, self._open = 0.0, False
-        if self._warm is not None:
-            self._warm.abort()
+        self._sample_part, self._step_open = 0.0, False
+        if self._warm_up is not None:
+            self._warm_up.abort()
         if self._coded is not None:
             self._coded.abort()
 
     def join_info(self) -> Any:
-        warm = None if self._warm is None else self._warm.join_info()
+        warm = None if self._warm_up is None else self._warm_up.join_info()
         coded = None if self._coded is None or not self._units else self._coded.join_info()
-        return {"steps": self._steps, "every": self._every, "warm": warm, "coded": coded}
+        return {"steps": self._steps, "every": self._round_steps, "warm": warm, "coded": coded}
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
         """Keep the values of the last round, and start unfinished exchanges again."""
         layout = self.join_info() if layout is None else layout
         self._context, self._reducer = (
             context,
-            reducer("auto", coded=self._coded is not None)(context),
+            find_reducer_maker("auto", coded=self._coded is not None)(context),
         )
-        self._steps, self._every = layout["steps"], layout["every"]
+        self._steps, self._round_steps = layout["steps"], layout["every"]
         if self._coded is not None:
             self._coded.regroup()
             if layout["coded"] is not None:
-                self._coded.follow(layout["coded"])
-        if not self._rounds_began():
-            if self._warm is not None:
-                self._warm.regroup(context, layout["warm"])
+                self._coded.load_join_info(layout["coded"])
+        if not self._have_rounds_begun():
+            if self._warm_up is not None:
+                self._warm_up.regroup(context, layout["warm"])
             return
-        self._warm = None
-        codec_states = None if self._coded is None else self._coded.kept
+        self._warm_up = None
+        codec_states = None if self._coded is None else self._coded.all_states
         # Made beside the old ones: if another worker is lost in this call, nothing has changed.
-        rounds = [Fragment() for _ in self._rounds]
-        self._lay_out(rounds)
-        for new_fragment, old_fragment in zip(rounds, self._rounds, strict=True):
+        rounds = [Fragment() for _ in self._fragments]
+        self._build_units(rounds)
+        for new_fragment, old_fragment in zip(rounds, self._fragments, strict=True):
             # Not strict, as a worker that has just joined may have no units.
             for new, old in zip(new_fragment.units, old_fragment.units, strict=False):
-                new.start, new.memory, new.carried, new.copied = (
+                new.start, new.memory, new.carried_change, new.copied_change = (
                     old.start,
                     old.memory,
-                    old.carried,
-                    old.copied,
+                    old.carried_change,
+                    old.copied_change,
                 )
                 # The exchange is started again, so the codec's new state of it isn't valid.
-                if not old_fragment.here and self._coded is not None and codec_states is not None:
+                if (
+                    not old_fragment.has_arrived
+                    and self._coded is not None
+                    and codec_states is not None
+                ):
                     codec_states[1].pop(old.index, None)
             old_fragment.units = new_fragment.units
         if self._coded is not None and codec_states is not None:
-            self._coded.keep(codec_states)
+            self._coded.restore_states(codec_states)
 
-    def _rounds_began(self) -> bool:
+    def _have_rounds_begun(self) -> bool:
         """Whether some worker has begun with rounds. Collective.
 
         Others may not have, if a worker was lost at the end of the warm-up.
@@ -461,23 +497,23 @@ class LocalSGDSync:
     def load_from_peer(self, state: dict[str, Any]) -> None:
         for unit, memory in zip(self._units, state["memory"], strict=True):
             unit.memory = unit.memory if memory is None else memory
-            self._read(unit.bucket, unit.start)
-        self._memories.load(state["memories"])
-        self._memories.give(self._units, self._slots)
-        for fragment in self._rounds:
-            fragment.steps, fragment.parts = 0, 0.0
-            fragment.land(self._steps)
+            self._read_parameters(unit.bucket, unit.start)
+        self._memories.load_saved(state["memories"])
+        self._memories.restore_units(self._units, self._slots)
+        for fragment in self._fragments:
+            fragment.steps_made, fragment.sample_parts = 0, 0.0
+            fragment.end_round(self._steps)
 
     @property
     def has_unreplicated_state(self) -> bool:
-        return self._warm is None and bool(self._units)
+        return self._warm_up is None and bool(self._units)
 
     def unreplicated_state(self) -> dict[str, Any] | None:
         """This worker's changes since the last rounds, and the residuals of its codec."""
         if not self.has_unreplicated_state:
             return None
         coded = None if self._coded is None else self._coded.unreplicated_state()
-        rounds = [fragment.own(self._changed) for fragment in self._rounds]
+        rounds = [fragment.copy_changes(self._compute_change) for fragment in self._fragments]
         return {"rounds": rounds, "coded": coded}
 
     def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
@@ -485,29 +521,29 @@ class LocalSGDSync:
 
         Rounds that have ended after `step` have included them already.
         """
-        has_unfinished = any(fragment.landed <= step for fragment in self._rounds)
-        rounds = list(zip(self._rounds, state["rounds"], strict=False))
+        has_unfinished = any(fragment.ended_step <= step for fragment in self._fragments)
+        rounds = list(zip(self._fragments, state["rounds"], strict=False))
         if (
             not has_unfinished
             or len(rounds) != len(state["rounds"])
-            or not all(fragment.fits(changes) for fragment, changes in rounds)
+            or not all(fragment.has_shapes_of(changes) for fragment, changes in rounds)
         ):
             return False
         for fragment, changes in rounds:
-            if fragment.landed <= step and changes is not None:
-                fragment.carry(changes)
+            if fragment.ended_step <= step and changes is not None:
+                fragment.carry_changes(changes)
         if self._coded is not None and state["coded"] is not None:
-            stale = [fragment for fragment in self._rounds if fragment.landed > step]
+            stale = [fragment for fragment in self._fragments if fragment.ended_step > step]
             self._coded.load_unreplicated_state(
                 state["coded"], {unit.index for fragment in stale for unit in fragment.units}
             )
         return True
 
     def detach(self) -> None:
-        self._release()
+        self._release_units()
         self._reducer.close()
-        if self._warm is not None:
-            self._warm.detach()
+        if self._warm_up is not None:
+            self._warm_up.detach()
         if self._coded is not None:
             self._coded.close()
 
@@ -516,10 +552,10 @@ class LocalSGDSync:
         units = self._units
         coded = {} if self._coded is None or not units else self._coded.state_dict()
         return {
-            "steps": self._steps + self._open,
-            "every": self._every,
-            "memory": [None if named(unit) else unit.memory for unit in units],
-            "memories": self._memories.known(units, self._slots),
+            "steps": self._steps + self._step_open,
+            "every": self._round_steps,
+            "memory": [None if has_memory_per_element(unit) else unit.memory for unit in units],
+            "memories": self._memories.copy_all(units, self._slots),
             "sizes": [unit.start.numel() for unit in units],
             "coded": coded,
         }
@@ -528,8 +564,8 @@ class LocalSGDSync:
         saved = [state for state in states if state]
         check_strategy("LocalSGD", saved, "every")
         if saved:
-            self._steps, self._every = saved[0]["steps"], saved[0]["every"]
-            if self._warm is not None and self._steps >= self._options.after:
+            self._steps, self._round_steps = saved[0]["steps"], saved[0]["every"]
+            if self._warm_up is not None and self._steps >= self._options.after:
                 self._end_warm_up()
         units = self._units
         if saved and units:
@@ -546,12 +582,12 @@ class LocalSGDSync:
                     "or its momentum without names (of an older version) don't fit here; "
                     "resume with the same settings"
                 )
-            self._memories.load(saved[0].get("memories", {}))
-            self._memories.give(units, self._slots)
+            self._memories.load_saved(saved[0].get("memories", {}))
+            self._memories.restore_units(units, self._slots)
             if self._coded is not None:
                 self._coded.load_state_dicts([state["coded"] for state in saved if state["coded"]])
         # The parameters come from the checkpoint: every replica starts a new round from them.
         for unit in units:
-            self._read(unit.bucket, unit.start)
-        for fragment in self._rounds:
-            fragment.steps, fragment.parts = 0, 0.0
+            self._read_parameters(unit.bucket, unit.start)
+        for fragment in self._fragments:
+            fragment.steps_made, fragment.sample_parts = 0, 0.0

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.sync.context import SyncContext
 from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.options import RoundOptions
@@ -53,7 +53,7 @@ class LocalSGD(RoundOptions):
         UsageError: A value is out of its range.
     """
 
-    __repr__ = spell
+    __repr__ = format_as_call
 
     def begin(self, context: SyncContext) -> LocalSGDSync:
         if context.cut_axes and isinstance(self.every, adaptive):

@@ -30,7 +30,7 @@ PARTS: Final = 5  # of a measurement without gaps: the middle one counts
 GAP: Final = 6e-3  # seconds more than is typical
 
 
-class Measured(NamedTuple):
+class MeasuredRate(NamedTuple):
     """A rate per second, and its spread: the middle half of the times as a part of the median."""
 
     rate: float
@@ -38,61 +38,65 @@ class Measured(NamedTuple):
     attended: float  # seconds of a processor, for each second
 
 
-def side(device: torch.device, dtype: str) -> int:
+def choose_matrix_length(device: torch.device, dtype: str) -> int:
     """Smallest of the possible matrices whose product takes long enough to be timed."""
     for length in SIDES:
-        multiply = _product(device, dtype, length)
-        if min(_once(multiply, device) for _ in range(3)) >= SHORTEST_PRODUCT:
+        multiply = _make_product(device, dtype, length)
+        if min(_time_once(multiply, device) for _ in range(3)) >= SHORTEST_PRODUCT:
             return length
     return SIDES[-1]
 
 
-def product_speed(
+def measure_products(
     device: torch.device, dtype: str, length: int, seconds: float
 ) -> tuple[DeviceSpeed, float]:
     """Measure products of matrices of this length for a number of seconds.
 
     Also returns the processor seconds per second.
     """
-    found = measure(_product(device, dtype, length), device, seconds)
+    found = repeat_action(_make_product(device, dtype, length), device, seconds)
     return DeviceSpeed(dtype, 2.0 * length**3 * found.rate, found.spread), found.attended
 
 
-def copy_rate(pair: tuple[Tensor, Tensor], seconds: float) -> float:
+def measure_copies(pair: tuple[Tensor, Tensor], seconds: float) -> float:
     """Measure copies from one tensor to the other, in bytes a second that are read or written."""
     source, target = pair
-    return 2.0 * source.nbytes * measure(lambda: target.copy_(source), source.device, seconds).rate
+    return (
+        2.0
+        * source.nbytes
+        * repeat_action(lambda: target.copy_(source), source.device, seconds).rate
+    )
 
 
-def copied_pair(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two tensors on the device for `copy_rate`, larger than caches if there is room."""
-    nbytes = min(COPIED, max(1 << 20, free_memory(device).free // 8) // 4 * 4)
+def make_copy_pair(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two tensors on the device for `measure_copies`, larger than caches if there is room."""
+    nbytes = min(COPIED, max(1 << 20, find_free_memory(device).free // 8) // 4 * 4)
     return torch.zeros(nbytes // 4, device=device), torch.zeros(nbytes // 4, device=device)
 
 
-def free_memory(device: torch.device) -> machine.MemorySize:
+def find_free_memory(device: torch.device) -> machine.MemorySize:
     """Return the memory of the device, in all and free."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return machine.MemorySize(total, free)
-    return machine.memory_size()
+    return machine.measure_memory()
 
 
-def measure(act: Callable[[], object], device: torch.device, seconds: float) -> Measured:
+def repeat_action(act: Callable[[], object], device: torch.device, seconds: float) -> MeasuredRate:
     """Do something again and again for so long."""
     act()
-    _finish(device)
+    _wait_for_device(device)
     used, ends = time.process_time(), [time.perf_counter()]
     while len(ends) <= LEAST or ends[-1] < ends[0] + seconds:
         act()
-        _finish(device)
+        _wait_for_device(device)
         ends.append(time.perf_counter())
     used = time.process_time() - used
-    rate, spread = steady(ends)
-    return Measured(rate, spread, used / (ends[-1] - ends[0]))
+    rate, spread = compute_steady_rate(ends)
+    return MeasuredRate(rate, spread, used / (ends[-1] - ends[0]))
 
 
-def steady(ends: Sequence[float]) -> tuple[float, float]:
+def compute_steady_rate(ends: Sequence[float]) -> tuple[float, float]:
     """Return the rate (in a second) and the spread of something that began at the first of these
     times, and ended at each of the others.
 
@@ -114,7 +118,7 @@ def steady(ends: Sequence[float]) -> tuple[float, float]:
     return statistics.median(rates), spread
 
 
-def _product(device: torch.device, dtype: str, length: int) -> Callable[[], Tensor]:
+def _make_product(device: torch.device, dtype: str, length: int) -> Callable[[], Tensor]:
     kind = getattr(torch, dtype)
     one, other = (
         torch.full((length, length), value, dtype=kind, device=device) for value in (0.5, 0.25)
@@ -123,13 +127,13 @@ def _product(device: torch.device, dtype: str, length: int) -> Callable[[], Tens
     return lambda: torch.matmul(one, other, out=out)
 
 
-def _once(act: Callable[[], object], device: torch.device) -> float:
+def _time_once(act: Callable[[], object], device: torch.device) -> float:
     began = time.perf_counter()
     act()
-    _finish(device)
+    _wait_for_device(device)
     return time.perf_counter() - began
 
 
-def _finish(device: torch.device) -> None:
+def _wait_for_device(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from typing import Final, Literal, get_args
 
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 POSSIBLE: Final = get_args(Dtype)
 USUAL: Final[tuple[Dtype, ...]] = ("float32", "bfloat16")
 
 
-def check(dtypes: Sequence[str]) -> tuple[str, ...]:
+def check_dtypes(dtypes: Sequence[str]) -> tuple[str, ...]:
     """The names; raises `UsageError` for an unknown or repeated one, and if there is none."""
     for name in dtypes:
         if name not in POSSIBLE:
-            raise UsageError(f"{name!r} can't be measured; {choices(str(name), POSSIBLE)}")
+            raise UsageError(f"{name!r} can't be measured; {format_choices(str(name), POSSIBLE)}")
     if not dtypes or len(set(dtypes)) < len(dtypes):
         raise UsageError(
             f"dtypes are {', '.join(dtypes) or 'none at all'}: name each one once, and one at "

@@ -19,24 +19,24 @@ from typing import Any, Final
 import msgpack
 import torch
 
-from paceline.codec.coding import nbytes, room
+from paceline.codec.coding import count_message_bytes, make_message
 from paceline.codec.dense import int8
 from paceline.comm.pairs import connect_pairs
 from paceline.errors import PacelineError
-from paceline.formatting import spell
+from paceline.formatting import format_as_call
 from paceline.loop.turns import TrainingLoop
 from paceline.record.history import RunHistory
 from paceline.sync.base import Strategy
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from paceline.unequal.probe.links import LinkMeter
 from paceline.unequal.probe.slow_links import (
     CodecCost,
     ExchangeSensor,
     Slowdown,
     SlowLink,
-    find,
-    predict,
-    rounds,
+    find_slow_links,
+    plan_rounds,
+    predict_speedup,
 )
 from paceline.workers.axes import RunAxes
 
@@ -71,42 +71,42 @@ class LinkWatch:
         # steps, and bytes sent between hosts, at the last flushes
         self._marks: deque[tuple[int, int]] = deque(maxlen=2)
         self._remark = ""
-        self.found: list[dict[str, Any]] = []
+        self.slow_links: list[dict[str, Any]] = []
 
     @property
-    def remark(self) -> str:
+    def status_remark(self) -> str:
         """What the status line says of links, as long as exchanges are slow."""
         return self._remark if self._sensor.slow else ""
 
-    def take(self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]) -> None:
+    def take_flush(self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]) -> None:
         """Take in the seconds of PARTS of all steps since the last flush, by rank. Collective.
 
         The input is the same on all workers.
         """
-        if self._axes.cut or len(self._axes.cluster().hosts) < 2:
+        if self._axes.cut_axes or len(self._axes.cluster().hosts) < 2:
             return
-        self._marks.append((self._loop.steps, self._loop.clock.sent.between))
-        slowdown = self._sensor.take(names, steps)
+        self._marks.append((self._loop.steps_made, self._loop.clock.sent.between))
+        slowdown = self._sensor.take_flush(names, steps)
         if slowdown is not None:
-            self._look(slowdown)
-        if self._next is None or self._sensor.ahead is None:
-            self._plan()
+            self._examine_links(slowdown)
+        if self._next is None or self._sensor.steps_ahead is None:
+            self._plan_glance()
 
     def step_ended(self, step: int, _samples: int, seconds: Mapping[str, float]) -> None:
         """Take in the seconds of a step of this worker, and compare the last two if it is time.
 
         Collective in that case.
         """
-        self._last.append([seconds.get(part, 0.0) for part in PARTS])
+        self._last.append([seconds.get(part, 0.0) for part in STEP_PARTS])
         if self._next is None or step < self._next:
             return
         told = self._axes.everyone.meet("a glance at exchanges", msgpack.packb([*self._last]))
-        slowdown = self._sensor.glance([msgpack.unpackb(body) for body in told])
+        slowdown = self._sensor.glance_at_steps([msgpack.unpackb(body) for body in told])
         if slowdown is not None:
-            self._sensor.looked(slowdown, found=self._look(slowdown, sure=False))
-        self._plan()
+            self._sensor.note_examination(slowdown, found=self._examine_links(slowdown, sure=False))
+        self._plan_glance()
 
-    def _plan(self) -> None:
+    def _plan_glance(self) -> None:
         """Plan the next glance, in a run whose workers meet in each step anyway."""
         sync = self._loop.backward.sync
         meets = (
@@ -114,10 +114,10 @@ class LinkWatch:
             and not sync.replicas_diverge
             and self._loop.abilities.remote is None
         )
-        ahead = self._sensor.ahead if meets and not self._survives else None
-        self._next = None if ahead is None else self._loop.steps + ahead
+        ahead = self._sensor.steps_ahead if meets and not self._survives else None
+        self._next = None if ahead is None else self._loop.steps_made + ahead
 
-    def _look(self, slowdown: Slowdown, *, sure: bool = True) -> bool:
+    def _examine_links(self, slowdown: Slowdown, *, sure: bool = True) -> bool:
         """Find out whose link it is, say so, and return whether it is one.
 
         Where exchanges may be long for a moment, only that is said.
@@ -132,17 +132,20 @@ class LinkWatch:
                 "where losses are survived none is measured"
             )
             return False
-        agreement, hosts = self._axes.everyone, self._axes.cluster().names()
+        agreement, hosts = self._axes.everyone, self._axes.cluster().host_names()
         try:
-            rates = self._measured()
+            rates = self._measure_rates()
         except PacelineError as error:
             if sure:
                 self._history.announce_event(f"{longer}, and links can't be measured ({error})")
             return False
         (before, sent), (steps, total) = self._marks[0], self._marks[-1]
-        mine = [(total - sent) / max(steps - before, 1), *_coding(len(self._axes.cluster().hosts))]
+        mine = [
+            (total - sent) / max(steps - before, 1),
+            *_estimate_codec_cost(len(self._axes.cluster().hosts)),
+        ]
         facts = [msgpack.unpackb(body) for body in agreement.meet("links", msgpack.packb(mine))]
-        where = self._axes.cluster().where()
+        where = self._axes.cluster().host_by_rank()
         leaving = [
             sum(fact[0] for fact, host in zip(facts, where, strict=True) if host == each)
             for each in range(len(set(where)))
@@ -150,9 +153,9 @@ class LinkWatch:
         codec = CodecCost(
             max(fact[1] for fact in facts), statistics.median(fact[2] for fact in facts)
         )
-        link, most = find(rates), max(leaving)
+        link, most = find_slow_links(rates), max(leaving)
         if link is None or most / link.rate < EXPLAINS * slowdown.now:
-            slowest = _mbit(min(rates.values()))
+            slowest = _format_mbit(min(rates.values()))
             if sure:
                 self._history.announce_event(
                     f"{longer}, though every link between hosts carries {slowest} or more: "
@@ -160,17 +163,19 @@ class LinkWatch:
                 )
             return False
         machines = [hosts[where.index(host)] for host in link.hosts]
-        gain = predict(
+        gain = predict_speedup(
             slowdown, most, link.rate, most * len(leaving) / (8 * (len(leaving) - 1)), codec
         )
-        self._say(longer, link, machines, gain)
+        self._announce_link(longer, link, machines, gain)
         return True
 
-    def _say(self, longer: str, link: SlowLink, machines: Sequence[str], gain: float) -> None:
+    def _announce_link(
+        self, longer: str, link: SlowLink, machines: Sequence[str], gain: float
+    ) -> None:
         carried = (
-            _mbit(link.rate)
+            _format_mbit(link.rate)
             if link.usual is None
-            else f"{_mbit(link.rate)}, where others carry {_mbit(link.usual)}"
+            else f"{_format_mbit(link.rate)}, where others carry {_format_mbit(link.usual)}"
         )
         one = len(machines) == 1
         whose = (
@@ -178,8 +183,8 @@ class LinkWatch:
         )
         if len(machines) > 2:
             whose = f"the links of {', '.join(machines)}"
-        self._remark = f"{whose} slow: {_mbit(link.rate)}"
-        pays = spell(self._strategy) == "AllReduce()" and gain >= WORTH
+        self._remark = f"{whose} slow: {_format_mbit(link.rate)}"
+        pays = format_as_call(self._strategy) == "AllReduce()" and gain >= WORTH
         advice = (
             f"AllReduce(codec=int8()) would make steps about {gain:.2f} times as fast; "
             "or see what else uses it"
@@ -187,9 +192,9 @@ class LinkWatch:
             else ""
         )
         words = f"{longer}: {whose} carr{'y' if len(machines) > 2 else 'ies'} {carried}"
-        self.found.append(
+        self.slow_links.append(
             {
-                "step": self._loop.steps,
+                "step": self._loop.steps_made,
                 "hosts": list(machines),
                 "rate": link.rate,
                 "usual": link.usual,
@@ -199,34 +204,35 @@ class LinkWatch:
         )
         self._history.announce_event(f"{words}. {advice or 'See what else uses it'}")
 
-    def _measured(self) -> dict[tuple[int, int], float]:
+    def _measure_rates(self) -> dict[tuple[int, int], float]:
         """Measure how many bytes a second go from each host to each other. Collective."""
         cluster, group = self._axes.cluster(), self._axes.everyone.group
         first = [host.ranks[0] for host in cluster.hosts]
-        connected = connect_pairs(group, hostnames=cluster.names())
+        connected = connect_pairs(group, hostnames=cluster.host_names())
         try:
             meter = LinkMeter(connected)
-            mine = meter.alone(
-                [[(first[a], first[b]) for a, b in each] for each in rounds(len(first))], STREAM
+            mine = meter.measure_alone(
+                [[(first[a], first[b]) for a, b in each] for each in plan_rounds(len(first))],
+                STREAM,
             )
-            meter.meet()
+            meter.meet_workers()
         except BaseException:
             connected.abort()
             raise
         connected.close()
-        where = cluster.where()
+        where = cluster.host_by_rank()
         told = self._axes.everyone.meet(
             "rates of links", msgpack.packb([[*each.pair, each.rate] for each in mine])
         )
         return {(where[a], where[b]): rate for body in told for a, b, rate in msgpack.unpackb(body)}
 
 
-def _coding(hosts: int) -> tuple[float, float]:
+def _estimate_codec_cost(hosts: int) -> tuple[float, float]:
     """Bytes of int8 as a part of exact sums, and its seconds for an element summed by these
     hosts.
     """
     coding, x = int8(), torch.linspace(-1.0, 1.0, TRIED)
-    _, message = room(coding, TRIED)
+    _, message = make_message(coding, TRIED)
     tries = []
     for _ in range(3):
         began = time.perf_counter()
@@ -236,8 +242,8 @@ def _coding(hosts: int) -> tuple[float, float]:
         tries.append((encoded - began, time.perf_counter() - encoded))
     encoding, decoding = (min(column) / TRIED for column in zip(*tries, strict=True))
     again = 0.0 if hosts == 2 else 1 / hosts  # sums of pieces are encoded again
-    return nbytes(coding, TRIED) / (4 * TRIED), encoding * (1 + again) + 2 * decoding
+    return count_message_bytes(coding, TRIED) / (4 * TRIED), encoding * (1 + again) + 2 * decoding
 
 
-def _mbit(rate: float) -> str:
+def _format_mbit(rate: float) -> str:
     return f"{rate * 8e-6:,.3g} Mbit/s" if rate < 12.5e6 else f"{rate * 8e-6:,.0f} Mbit/s"

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import torch
 
 from paceline.comm.pairs import Pairs
-from paceline.timings import DEFAULTS, ProbeTimings
+from paceline.timings import DEFAULT_TIMINGS, ProbeTimings
 from paceline.unequal.probe.rounds import Pair
 
 WINDOW: Final = 8  # chunks under way
@@ -50,7 +50,7 @@ class LinkFigures(NamedTuple):
     rate: float
 
 
-def steady_rate(arrivals: Sequence[tuple[float, int]]) -> float:
+def compute_steady_rate(arrivals: Sequence[tuple[float, int]]) -> float:
     """Bytes per second of chunks that came at these times, without the first part of the time.
 
     Of many chunks it is the middle one of the rates of some parts: a process that has to wait for
@@ -63,20 +63,22 @@ def steady_rate(arrivals: Sequence[tuple[float, int]]) -> float:
     first, last = min(later[0], len(arrivals) - 2), len(arrivals) - 1
     parts = PARTS if last - first >= PARTS * FEWEST else 1
     bounds = [first + round(part * (last - first) / parts) for part in range(parts + 1)]
-    return statistics.median(_rate(arrivals[start : stop + 1]) for start, stop in pairwise(bounds))
+    return statistics.median(
+        _rate_after_first(arrivals[start : stop + 1]) for start, stop in pairwise(bounds)
+    )
 
 
-def _rate(arrivals: Sequence[tuple[float, int]]) -> float:
+def _rate_after_first(arrivals: Sequence[tuple[float, int]]) -> float:
     """Return the bytes a second of all chunks but the first, since that came."""
     return sum(nbytes for _, nbytes in arrivals[1:]) / max(arrivals[-1][0] - arrivals[0][0], 1e-9)
 
 
-def chunk_size(rate: float, seconds: float) -> int:
+def choose_chunk_size(rate: float, seconds: float) -> int:
     """Return the bytes of a chunk of a stream that takes so long at this rate."""
     return int(min(max(rate * seconds / CHUNKS, SMALLEST), LARGEST))
 
 
-def stream_length(latency: float, seconds: float) -> float:
+def choose_stream_seconds(latency: float, seconds: float) -> float:
     """Seconds a stream must last, at least `seconds`, for TCP to find its pace at this latency."""
     return min(max(seconds, 2 * PACE * latency), LONGEST)
 
@@ -84,11 +86,11 @@ def stream_length(latency: float, seconds: float) -> float:
 class LinkMeter:
     """One worker's part in measuring links. Every method is collective over the pairs."""
 
-    def __init__(self, pairs: Pairs, timings: ProbeTimings = DEFAULTS.probe) -> None:
+    def __init__(self, pairs: Pairs, timings: ProbeTimings = DEFAULT_TIMINGS.probe) -> None:
         self._pairs, self._timings = pairs, timings
-        self._known: dict[Pair, LinkFigures] = {}
+        self._known_rates: dict[Pair, LinkFigures] = {}
 
-    def meet(self) -> None:
+    def meet_workers(self) -> None:
         """Wait until all workers are here, asleep."""
         if self._pairs.rank:
             self._pairs.send(0, MEET, {})
@@ -99,45 +101,51 @@ class LinkMeter:
         for rank in range(1, self._pairs.size):
             self._pairs.send(rank, MEET, {})
 
-    def alone(self, rounds: Iterable[Sequence[Pair]], seconds: float) -> list[LinkFigures]:
+    def measure_alone(self, rounds: Iterable[Sequence[Pair]], seconds: float) -> list[LinkFigures]:
         """Measure the pairs of each round; return the figures for which this worker is the source.
 
         No worker is in a round twice.
         """
         found = []
         for pairs in rounds:
-            self.meet()
+            self.meet_workers()
             for source, target in pairs:
                 if source == self._pairs.rank:
-                    found.append(self._measure(target, seconds))
+                    found.append(self._measure_link(target, seconds))
                 elif target == self._pairs.rank:
-                    self._serve(source)
-        self._known |= {figures.pair: figures for figures in found}
+                    self._serve_source(source)
+        self._known_rates |= {figures.pair: figures for figures in found}
         return found
 
-    def crowded(self, rounds: Iterable[Sequence[Pair]], seconds: float) -> list[LinkFigures]:
+    def measure_crowded(
+        self, rounds: Iterable[Sequence[Pair]], seconds: float
+    ) -> list[LinkFigures]:
         """Measure the pairs of each round, for so long, in which workers send and receive at once.
 
         All of them were measured alone.
         """
         found = []
         for pairs in rounds:
-            self.meet()
-            mine = [self._known[pair] for pair in pairs if pair[0] == self._pairs.rank]
-            with _Serving(self, [source for source, target in pairs if target == self._pairs.rank]):
+            self.meet_workers()
+            mine = [self._known_rates[pair] for pair in pairs if pair[0] == self._pairs.rank]
+            with _LinkServer(
+                self, [source for source, target in pairs if target == self._pairs.rank]
+            ):
                 for figures in mine:
                     target = figures.pair[1]
-                    rate = self._stream(target, chunk_size(figures.rate, seconds), seconds)
+                    rate = self._send_stream(
+                        target, choose_chunk_size(figures.rate, seconds), seconds
+                    )
                     self._pairs.send(target, GO, {"over": True})
                     found.append(figures._replace(rate=rate))
         return found
 
-    def serve(self, sources: Sequence[int]) -> None:
+    def serve_sources(self, sources: Sequence[int]) -> None:
         """Answer these workers until they have measured."""
         for source in sources:
-            self._serve(source)
+            self._serve_source(source)
 
-    def _measure(self, target: int, seconds: float) -> LinkFigures:
+    def _measure_link(self, target: int, seconds: float) -> LinkFigures:
         trips: list[float] = []
         while len(trips) < SHORTEST_TRIPS or (len(trips) < TRIPS and sum(trips) < LONGEST_TRIPS):
             began = time.perf_counter()
@@ -145,15 +153,15 @@ class LinkMeter:
             self._pairs.receive(target, BACK, what="an answer").wait(self._timings.answer)
             trips.append(time.perf_counter() - began)
         latency = statistics.median(trips[1:]) / 2  # the first opens the connection
-        length = stream_length(latency, seconds)
-        rate = self._stream(
+        length = choose_stream_seconds(latency, seconds)
+        rate = self._send_stream(
             target, 4 * SMALLEST if latency < LONGEST_TRIPS else SMALLEST, length / 3
         )
-        rate = self._stream(target, chunk_size(rate, length), length)
+        rate = self._send_stream(target, choose_chunk_size(rate, length), length)
         self._pairs.send(target, GO, {"over": True})
         return LinkFigures((self._pairs.rank, target), latency, rate)
 
-    def _stream(self, target: int, nbytes: int, seconds: float) -> float:
+    def _send_stream(self, target: int, nbytes: int, seconds: float) -> float:
         """Send chunks for so long, and return the rate at which they came."""
         chunk, sent, answered = torch.zeros(nbytes, dtype=torch.uint8), 0, 0
         end = time.perf_counter() + seconds
@@ -172,7 +180,7 @@ class LinkMeter:
             pass
         return float(head["rate"])
 
-    def _serve(self, source: int) -> None:
+    def _serve_source(self, source: int) -> None:
         arrivals: list[tuple[float, int]] = []
         while (
             "over"
@@ -183,7 +191,7 @@ class LinkMeter:
             ).head
         ):
             if "end" in message.head:
-                self._pairs.send(source, BACK, {"rate": steady_rate(arrivals)})
+                self._pairs.send(source, BACK, {"rate": compute_steady_rate(arrivals)})
                 arrivals = []
                 continue
             if "chunk" in message.head:
@@ -191,17 +199,17 @@ class LinkMeter:
             self._pairs.send(source, BACK, {})
 
 
-class _Serving:
+class _LinkServer:
     """Answers other workers in a thread, while this one measures."""
 
     def __init__(self, meter: LinkMeter, sources: Sequence[int]) -> None:
         self._meter, self._sources = meter, sources
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._serve, name="paceline probe", daemon=True)
+        self._thread = threading.Thread(target=self._serve_all, name="paceline probe", daemon=True)
 
-    def _serve(self) -> None:
+    def _serve_all(self) -> None:
         try:
-            self._meter.serve(self._sources)
+            self._meter.serve_sources(self._sources)
         except BaseException as error:  # noqa: BLE001  it is raised where the block ends
             self._error = error
 

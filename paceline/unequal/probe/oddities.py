@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.cluster import network
 from paceline.cluster.topology import Device, HostLink, HostRanks, Interface, Topology
-from paceline.formatting import counted
+from paceline.formatting import format_count
 
 SLOW_DEVICE: Final = 0.6  # of the fastest of its kind
 SLOW_LINK: Final = 0.2  # of the fastest
@@ -25,54 +25,54 @@ SPREAD: Final = 0.3
 FASTER: Final = 2.0  # times: of an interface that isn't used
 
 
-def oddities(topology: Topology) -> list[str]:
+def find_oddities(topology: Topology) -> list[str]:
     """Lines about oddities, the most telling first; empty if everything is as it should be."""
     return [
-        *_devices(topology),
-        *_threads(topology),
-        *_clocks(topology),
-        *_links(topology),
-        *_crowds(topology),
-        *_interfaces(topology),
-        *_unsteady(topology),
+        *_report_devices(topology),
+        *_report_threads(topology),
+        *_report_clocks(topology),
+        *_report_links(topology),
+        *_report_crowding(topology),
+        *_report_interfaces(topology),
+        *_report_unsteady(topology),
     ]
 
 
-def _measured(topology: Topology) -> list[tuple[int, HostRanks, Device]]:
-    return [(rank, host, device) for host in topology.hosts for rank, device in _pairs(host)]
+def _list_measured(topology: Topology) -> list[tuple[int, HostRanks, Device]]:
+    return [(rank, host, device) for host in topology.hosts for rank, device in _pair_devices(host)]
 
 
-def _pairs(host: HostRanks) -> Iterable[tuple[int, Device]]:
+def _pair_devices(host: HostRanks) -> Iterable[tuple[int, Device]]:
     return zip(host.ranks, host.devices, strict=bool(host.devices))
 
 
-def _ranks(ranks: Iterable[int], host: HostRanks) -> str:
+def _name_ranks(ranks: Iterable[int], host: HostRanks) -> str:
     """Write which worker of a host is meant: the first of several, and how many there are."""
     first, *others = ranks
     return f"rank {first}{f' (and {len(others)} more)' if others else ''} on {host.name}"
 
 
-def _devices(topology: Topology) -> Iterable[str]:
+def _report_devices(topology: Topology) -> Iterable[str]:
     """Report devices that are slower than others of their kind, and the reason if it is known."""
-    found = _measured(topology)
+    found = _list_measured(topology)
     for rank, host, device in found:
         slow = []
         for speed in device.speeds:
             best = max(
-                other.flops(speed.dtype) for _, _, other in found if other.kind == device.kind
+                other.dtype_flops(speed.dtype) for _, _, other in found if other.kind == device.kind
             )
             if 0 < speed.flops < SLOW_DEVICE * best:
                 slow.append(f"{speed.dtype} at {speed.flops / best:.2f}")
         if slow:
             yield (
-                f"rank {rank} on {host.name} multiplies {_listed(slow)} of the fastest "
-                f"{device.kind}{_why(host, device, found)}"
+                f"rank {rank} on {host.name} multiplies {_join_names(slow)} of the fastest "
+                f"{device.kind}{_explain_slowness(host, device, found)}"
             )
     for rank, host, device in found:
         best = max(
             other.copied_bytes_per_second for _, _, other in found if other.kind == device.kind
         )
-        steady = not _limited(host, device) and _attended(host, device) >= ATTENDED
+        steady = not _is_limited(host, device) and _attended_fraction(host, device) >= ATTENDED
         if 0 < device.copied_bytes_per_second < SLOW_COPY * best and steady:
             part = device.copied_bytes_per_second / best
             yield (
@@ -81,27 +81,31 @@ def _devices(topology: Topology) -> Iterable[str]:
             )
 
 
-def _limited(host: HostRanks, device: Device) -> bool:
+def _is_limited(host: HostRanks, device: Device) -> bool:
     return host.quota is not None and host.quota < device.threads * len(host.ranks)
 
 
-def _why(host: HostRanks, device: Device, found: Iterable[tuple[int, HostRanks, Device]]) -> str:
-    if device.kind == "cpu" and _limited(host, device):
+def _explain_slowness(
+    host: HostRanks, device: Device, found: Iterable[tuple[int, HostRanks, Device]]
+) -> str:
+    if device.kind == "cpu" and _is_limited(host, device):
         return f": a quota leaves {host.name} {host.quota:g} of a core"
     names = {other.name for _, _, other in found if other.kind == device.kind and other.name}
     if len(names) > 1:
         return f": it is {device.name}, others differ"
     most = max(other.threads for _, _, other in found)
     if device.kind == "cpu" and device.threads < most:
-        return f": it computes with {counted(device.threads, 'thread')}, others with up to {most}"
+        return (
+            f": it computes with {format_count(device.threads, 'thread')}, others with up to {most}"
+        )
     return (
         f": it had its cores {part:.0%} of the time"
-        if (part := _attended(host, device)) < ATTENDED
+        if (part := _attended_fraction(host, device)) < ATTENDED
         else ""
     )
 
 
-def _attended(host: HostRanks, device: Device) -> float:
+def _attended_fraction(host: HostRanks, device: Device) -> float:
     """Fraction of the possible time in which the worker had its cores; 1 if unknown.
 
     Threads, cores and quota limit the possible time.
@@ -115,35 +119,35 @@ def _attended(host: HostRanks, device: Device) -> float:
     )
 
 
-def _threads(topology: Topology) -> Iterable[str]:
+def _report_threads(topology: Topology) -> Iterable[str]:
     """Tell of hosts, or machines, whose workers have more threads than there are cores."""
     for host in topology.hosts:
         wanted = sum(device.threads for device in host.devices if device.kind == "cpu")
         if wanted > host.cores:
             each = host.cores // len(host.ranks)
             yield (
-                f"the workers of {host.name} compute with {counted(wanted, 'thread')} on "
-                f"{counted(host.cores, 'core')}, and disturb each other: "
+                f"the workers of {host.name} compute with {format_count(wanted, 'thread')} on "
+                f"{format_count(host.cores, 'core')}, and disturb each other: "
                 f"{f'give each {each} (--threads)' if each else f'start {host.cores} of them at most'}"  # noqa: E501
             )
     for machine in dict.fromkeys(host.machine for host in topology.hosts if host.machine):
         hosts = [host for host in topology.hosts if host.machine == machine]
-        usable, cores = sum(_most(host) for host in hosts), hosts[0].machine_cores
+        usable, cores = sum(_most_cores(host) for host in hosts), hosts[0].machine_cores
         if len(hosts) > 1 and 0 < cores < usable:
             yield (
-                f"{_listed(host.name for host in hosts)} are one machine with "
-                f"{counted(cores, 'core')}, and their workers could use "
+                f"{_join_names(host.name for host in hosts)} are one machine with "
+                f"{format_count(cores, 'core')}, and their workers could use "
                 f"{usable:g}: they were measured one host after another, and are slower all at once"
             )
 
 
-def _most(host: HostRanks) -> float:
+def _most_cores(host: HostRanks) -> float:
     """Number of cores that the workers of a host could use, by threads and quota."""
     threads = sum(device.threads for device in host.devices if device.kind == "cpu")
     return threads if host.quota is None else min(threads, host.quota)
 
 
-def _clocks(topology: Topology) -> Iterable[str]:
+def _report_clocks(topology: Topology) -> Iterable[str]:
     """Report processors that stay slow under load, and workers that get no core when they could."""
     for host in topology.hosts:
         slow = [
@@ -162,17 +166,18 @@ def _clocks(topology: Topology) -> Iterable[str]:
     for host in topology.hosts:
         waited = {
             rank: part
-            for rank, device in _pairs(host)
-            if (part := _attended(host, device)) < ATTENDED
+            for rank, device in _pair_devices(host)
+            if (part := _attended_fraction(host, device)) < ATTENDED
         }
         if waited:
             yield (
-                f"{_ranks(waited, host)} had its cores {min(waited.values()):.0%} of the time it "
+                f"{_name_ranks(waited, host)} had its cores {min(waited.values()):.0%} of the time "
+                "it "
                 "computed: other programs use them"
             )
 
 
-def _links(topology: Topology) -> Iterable[str]:
+def _report_links(topology: Topology) -> Iterable[str]:
     """Report slow links between hosts, in one line if all of a direction are slow."""
     links = [link for link in topology.links if link.source != link.target]
     best = max((link.bytes_per_second for link in links), default=0.0)
@@ -183,25 +188,26 @@ def _links(topology: Topology) -> Iterable[str]:
             if len(of_host) > 1 and all(link in slow for link in of_host):
                 middle = statistics.median(link.bytes_per_second for link in of_host)
                 yield (
-                    f"{host.name} {way} {rated(middle)}, and the fastest link carries "
-                    f"{rated(best)}: check its cable and port"
+                    f"{host.name} {way} {format_rate(middle)}, and the fastest link carries "
+                    f"{format_rate(best)}: check its cable and port"
                 )
                 slow = [link for link in slow if link not in of_host]
     for link in slow:
         yield (
-            f"{_way(topology, link)} carries {rated(link.bytes_per_second)}, and the fastest link "
-            f"here {rated(best)}"
+            f"{_name_link(topology, link)} carries {format_rate(link.bytes_per_second)}, and the "
+            "fastest link "
+            f"here {format_rate(best)}"
         )
     typical = statistics.median(link.latency_seconds for link in links) if links else 0.0
     for link in links:
         if link.latency_seconds > max(LATE, LONG_LATENCY * typical):
             yield (
-                f"{_way(topology, link)} takes {link.latency_seconds * 1e3:.1f} ms, where "
+                f"{_name_link(topology, link)} takes {link.latency_seconds * 1e3:.1f} ms, where "
                 f"{typical * 1e3:.2f} ms are typical here"
             )
 
 
-def _crowds(topology: Topology) -> Iterable[str]:
+def _report_crowding(topology: Topology) -> Iterable[str]:
     """Report links that carry less while other hosts send as well.
 
     They share a switch or an uplink, or their hosts share cores.
@@ -212,7 +218,7 @@ def _crowds(topology: Topology) -> Iterable[str]:
         found = [
             link
             for pair in pairs
-            if (link := topology.link(*pair)) is not None and link.crowded_bytes_per_second > 0
+            if (link := topology.find_link(*pair)) is not None and link.crowded_bytes_per_second > 0
         ]
         losing = [
             link for link in found if link.crowded_bytes_per_second < LOSES * link.bytes_per_second
@@ -232,20 +238,23 @@ def _crowds(topology: Topology) -> Iterable[str]:
             )
             cores = ", or the cores of one machine" if len(machines) == 1 and all(machines) else ""
             yield (
-                f"{_listed(_way(topology, link) for link in losing)} "
-                f"{'carries' if one else 'carry'} {rated(alone)} "
+                f"{_join_names(_name_link(topology, link) for link in losing)} "
+                f"{'carries' if one else 'carry'} {format_rate(alone)} "
                 f"{'alone' if one else 'one at a time'}, "
-                f"and {rated(crowded)} while all hosts send: "
+                f"and {format_rate(crowded)} while all hosts send: "
                 f"{'it shares' if one else 'they share'} a switch or an uplink{cores}"
             )
 
 
-def _interfaces(topology: Topology) -> Iterable[str]:
+def _report_interfaces(topology: Topology) -> Iterable[str]:
     """Report addresses that reach only this machine, and faster interfaces that all hosts have."""
     machines = {host.machine for host in topology.hosts if host.machine}
     for host in topology.hosts:
-        if len(machines) > 1 and network.loopback(host.address):
-            yield f"{host.name} is reached at {host.address}, which is its loopback: {_advice(None)}"  # noqa: E501
+        if len(machines) > 1 and network.is_loopback(host.address):
+            yield (
+                f"{host.name} is reached at {host.address}, which is its loopback: "
+                f"{_advise_interface(None)}"
+            )
         used = next((each for each in host.interfaces if each.address == host.address), None)
         for other in host.interfaces:
             faster = used is not None and 0 < FASTER * used.bits_per_second <= other.bits_per_second
@@ -259,7 +268,7 @@ def _interfaces(topology: Topology) -> Iterable[str]:
                     f"{host.name} is reached over {used.name} ({used.bits_per_second / 1e9:g} "
                     f"Gbit/s), and its {other.name} could send "
                     f"{other.bits_per_second / 1e9:g} Gbit/s in a network that all hosts are in: "
-                    f"{_advice(other)}"
+                    f"{_advise_interface(other)}"
                 )
 
 
@@ -272,29 +281,29 @@ def _reaches_all(topology: Topology, interface: Interface) -> bool:
     return all(addresses) and len(set.union(*addresses)) >= len(topology.hosts)
 
 
-def _advice(interface: Interface | None) -> str:
+def _advise_interface(interface: Interface | None) -> str:
     return (
         "give --interface "
         f"{'with the one that reaches the others' if interface is None else interface.name}"
     )
 
 
-def _unsteady(topology: Topology) -> Iterable[str]:
+def _report_unsteady(topology: Topology) -> Iterable[str]:
     """Tell of hosts where the same takes now longer, now shorter."""
     for host in topology.hosts:
         spreads = {
             rank: max((speed.spread for speed in device.speeds), default=0.0)
-            for rank, device in _pairs(host)
+            for rank, device in _pair_devices(host)
         }
         apart = {rank: spread for rank, spread in spreads.items() if spread > SPREAD}
         if apart:
             yield (
-                f"times of {_ranks(apart, host)} lie {max(apart.values()):.0%} apart: "
+                f"times of {_name_ranks(apart, host)} lie {max(apart.values()):.0%} apart: "
                 "something disturbs it; measure again in quiet"
             )
 
 
-def rated(rate: float) -> str:
+def format_rate(rate: float) -> str:
     """Format bytes per second as links are rated: "956 Mbit/s", from 10 Gbit/s on "3.2 GB/s"."""
     bits = 8 * rate
     if bits >= 1e10:
@@ -305,10 +314,10 @@ def rated(rate: float) -> str:
     return f"{bits / 1e3:.3g} kbit/s"
 
 
-def _way(topology: Topology, link: HostLink) -> str:
+def _name_link(topology: Topology, link: HostLink) -> str:
     return f"{topology.hosts[link.source].name} to {topology.hosts[link.target].name}"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     *before, last = names
     return f"{', '.join(before)} and {last}" if before else last

@@ -20,7 +20,7 @@ Pair = tuple[int, int]  # the rank that sends, and the one that receives
 ALL_PAIRS = 8  # workers of a host of which every pair is measured; of more, neighbours alone
 
 
-def waves(topology: Topology) -> list[list[int]]:
+def plan_compute_waves(topology: Topology) -> list[list[int]]:
     """Hosts that may compute at the same time: one of each machine.
 
     Hosts of a lab, or containers, share a machine's cores. All workers of a host compute together,
@@ -29,31 +29,32 @@ def waves(topology: Topology) -> list[list[int]]:
     machines: dict[str, list[int]] = {}
     for index, host in enumerate(topology.hosts):
         machines.setdefault(host.machine or f"{index}", []).append(index)
-    return _side_by_side(machines.values())
+    return _interleave_columns(machines.values())
 
 
-def inside(topology: Topology) -> list[list[Pair]]:
+def plan_inside_rounds(topology: Topology) -> list[list[Pair]]:
     """Rounds in which one worker of a host sends to another, at most one on each machine."""
     rounds = []
-    for wave in waves(topology):
-        rounds += _side_by_side(_pairs(topology.hosts[host]) for host in wave)
+    for wave in plan_compute_waves(topology):
+        rounds += _interleave_columns(_list_pairs(topology.hosts[host]) for host in wave)
     return rounds
 
 
-def inside_crowded(topology: Topology) -> list[list[Pair]]:
+def plan_crowded_inside(topology: Topology) -> list[list[Pair]]:
     """Return rounds in which each worker of a host sends to the next one there."""
     rounds = [
-        [pair for host in wave for pair in _ring(topology.hosts[host])] for wave in waves(topology)
+        [pair for host in wave for pair in _make_ring(topology.hosts[host])]
+        for wave in plan_compute_waves(topology)
     ]
     return [pairs for pairs in rounds if pairs]
 
 
-def between(topology: Topology) -> list[list[Pair]]:
+def plan_between_rounds(topology: Topology) -> list[list[Pair]]:
     """Rounds in which the first worker of one host sends to another host, and all others rest."""
     return [[(one.ranks[0], other.ranks[0])] for one, other in permutations(topology.hosts, 2)]
 
 
-def between_crowded(topology: Topology) -> list[list[Pair]]:
+def plan_crowded_between(topology: Topology) -> list[list[Pair]]:
     """Rounds in which each host sends to one host and receives from one.
 
     The rate that links lose then is shared between them.
@@ -68,14 +69,14 @@ def between_crowded(topology: Topology) -> list[list[Pair]]:
     ]
 
 
-def _pairs(host: HostRanks) -> list[Pair]:
+def _list_pairs(host: HostRanks) -> list[Pair]:
     if len(host.ranks) <= ALL_PAIRS:
         return list(permutations(host.ranks, 2))
-    ring = _ring(host)
+    ring = _make_ring(host)
     return ring + [(target, source) for source, target in ring]
 
 
-def _ring(host: HostRanks) -> list[Pair]:
+def _make_ring(host: HostRanks) -> list[Pair]:
     count = len(host.ranks)
     return (
         [(host.ranks[place], host.ranks[(place + 1) % count]) for place in range(count)]
@@ -84,7 +85,7 @@ def _ring(host: HostRanks) -> list[Pair]:
     )
 
 
-def _side_by_side(columns: Iterable[list[T]]) -> list[list[T]]:
+def _interleave_columns(columns: Iterable[list[T]]) -> list[list[T]]:
     """Return the first of each list, then the second of each that has one, and so on."""
     rows = zip_longest(*([[each] for each in column] for column in columns), fillvalue=list[T]())
     return [[each for cell in row for each in cell] for row in rows]

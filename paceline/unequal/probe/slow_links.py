@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 
 # the least that is looked at; flushes of fewer steps than four are taken together
 FLUSHES, STEPS = 5, 20
@@ -33,8 +33,8 @@ TIMES_AT_ONCE, SHARE_AT_ONCE = 4.0, 0.3  # the same, for two steps that have lin
 GLANCE, PAUSE = 0.2, 60.0
 SLOW: Final = 0.5  # of the usual rate: slower is slow
 MOST_PARTNERS: Final = 15  # hosts that each one is measured with
-_EXCHANGE = PARTS.index("exchange")
-_BUSY = [PARTS.index(part) for part in ("compute", "data")]
+_EXCHANGE = STEP_PARTS.index("exchange")
+_BUSY = [STEP_PARTS.index(part) for part in ("compute", "data")]
 
 
 class Slowdown(NamedTuple):
@@ -48,7 +48,7 @@ class Slowdown(NamedTuple):
     busy: float
 
 
-class _Look(NamedTuple):
+class _StepSeconds(NamedTuple):
     """What steps in the mean, or one, have of all workers: seconds of exchange of the one that
     waits least, of a step, of the busiest.
     """
@@ -70,12 +70,12 @@ class ExchangeSensor:
     def __init__(self) -> None:
         self._ahead: int | None = None
         self._names: tuple[int, ...] = ()
-        self._flushes: deque[_Look] = deque(maxlen=FLUSHES)
-        self._open: list[_Look] = []  # flushes of a few steps each, as steps take long
+        self._flushes: deque[_StepSeconds] = deque(maxlen=FLUSHES)
+        self._open: list[_StepSeconds] = []  # flushes of a few steps each, as steps take long
         self._usual: float | None = None
         self.slow = False
 
-    def take(
+    def take_flush(
         self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]
     ) -> Slowdown | None:
         """Take in the seconds of PARTS of each step since the last flush, by rank.
@@ -89,35 +89,35 @@ class ExchangeSensor:
         if len(steps) < 2 or not all(steps):
             return None
         self._open.append(
-            _look(
+            _summarize_steps(
                 [[sum(part) / len(mine) for part in zip(*mine, strict=True)] for mine in steps],
                 len(steps[0]),
             )
         )
         if self._ahead is None:
-            self._ahead = _steps(GLANCE, self._open[-1].whole)
+            self._ahead = _choose_steps(GLANCE, self._open[-1].whole)
         if (count := sum(flush.steps for flush in self._open)) < STEPS // FLUSHES:
             return None
         exchange, whole, busy = (
             sum(flush.steps * flush[at] for flush in self._open) / count for at in (1, 2, 3)
         )
-        self._flushes.append(_Look(count, exchange, whole, busy))
+        self._flushes.append(_StepSeconds(count, exchange, whole, busy))
         self._open.clear()
-        return self._judge() if len(self._flushes) == FLUSHES else None
+        return self._judge_flushes() if len(self._flushes) == FLUSHES else None
 
     @property
-    def ahead(self) -> int | None:
+    def steps_ahead(self) -> int | None:
         return None if self._usual is None or self.slow else self._ahead
 
-    def glance(self, last: Sequence[Sequence[Sequence[float]]]) -> Slowdown | None:
+    def glance_at_steps(self, last: Sequence[Sequence[Sequence[float]]]) -> Slowdown | None:
         """Look at the seconds of PARTS of the last two steps, by rank.
 
         Flushes are seconds apart once steps are ten times as long, so waiting for one would take
         too long.
         """
         assert self._usual is not None
-        looks = [_look(each) for each in zip(*last, strict=True)]
-        self._ahead = _steps(GLANCE, max(look.whole for look in looks))
+        looks = [_summarize_steps(each) for each in zip(*last, strict=True)]
+        self._ahead = _choose_steps(GLANCE, max(look.whole for look in looks))
         if any(
             look.exchange < max(TIMES_AT_ONCE * self._usual, SHARE_AT_ONCE * look.whole, LEAST)
             for look in looks
@@ -126,15 +126,15 @@ class ExchangeSensor:
         _, exchange, whole, busy = map(statistics.fmean, zip(*looks, strict=True))
         return Slowdown(self._usual, exchange, whole, busy)
 
-    def looked(self, slowdown: Slowdown, *, found: bool) -> None:
+    def note_examination(self, slowdown: Slowdown, *, found: bool) -> None:
         """Take note of whether a link was found to be slow, for which a glance was the reason."""
         self.slow = found
-        self._ahead = None if found else _steps(PAUSE, slowdown.step)
+        self._ahead = None if found else _choose_steps(PAUSE, slowdown.step)
         if found:
             self._flushes.clear()  # most are of before
             self._open.clear()
 
-    def _judge(self) -> Slowdown | None:
+    def _judge_flushes(self) -> Slowdown | None:
         columns = sorted(flush.exchange for flush in self._flushes)
         now, sure = statistics.median(columns), columns[FLUSHES // 5]
         step = statistics.median(flush.whole for flush in self._flushes)
@@ -150,16 +150,18 @@ class ExchangeSensor:
         return None
 
 
-def _look(seconds: Sequence[Sequence[float]], steps: int = 1) -> _Look:
+def _summarize_steps(seconds: Sequence[Sequence[float]], steps: int = 1) -> _StepSeconds:
     """Look at the seconds of PARTS of each rank.
 
     The last worker, which waits for nobody, has the least of exchange.
     """
     exchange, whole = min(mine[_EXCHANGE] for mine in seconds), max(map(sum, seconds))
-    return _Look(steps, exchange, whole, max(sum(mine[at] for at in _BUSY) for mine in seconds))
+    return _StepSeconds(
+        steps, exchange, whole, max(sum(mine[at] for at in _BUSY) for mine in seconds)
+    )
 
 
-def _steps(seconds: float, step: float) -> int:
+def _choose_steps(seconds: float, step: float) -> int:
     return max(1, int(seconds / max(step, 1e-9)))
 
 
@@ -174,7 +176,7 @@ class SlowLink(NamedTuple):
     usual: float | None  # of the other links; None where there is no other
 
 
-def rounds(count: int) -> list[list[tuple[int, int]]]:
+def plan_rounds(count: int) -> list[list[tuple[int, int]]]:
     """Rounds of pairs of hosts (source, target) in which each host takes part once.
 
     Each pair is there in both directions.
@@ -191,7 +193,7 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     return [pairs for pairs in found if pairs]
 
 
-def find(rates: Mapping[tuple[int, int], float]) -> SlowLink | None:
+def find_slow_links(rates: Mapping[tuple[int, int], float]) -> SlowLink | None:
     """Find the hosts whose links are slow among these rates, (source, target) -> bytes a second;
     None if none stands out.
 
@@ -221,7 +223,7 @@ class CodecCost(NamedTuple):
     seconds: float
 
 
-def predict(
+def predict_speedup(
     slowdown: Slowdown, nbytes: float, rate: float, elements: float, codec: CodecCost
 ) -> float:
     """Predict the speed-up of steps by a codec, for a host with a slow link.

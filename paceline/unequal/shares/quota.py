@@ -26,7 +26,7 @@ class ProcessorQuota:
         self,
         workers: int,
         *,
-        quota: Callable[[], float | None] = machine.quota,
+        quota: Callable[[], float | None] = machine.read_cpu_quota,
         used: Callable[[], float] = time.process_time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -35,11 +35,11 @@ class ProcessorQuota:
         self._looked = -LOOK
         self._cores: float | None = None
 
-    def skip(self) -> None:
+    def skip_use(self) -> None:
         """Leave out use since the last call that no step has caused."""
         self._before = self._used()
 
-    def lap(self) -> float:
+    def measure_lap(self) -> float:
         """Seconds in which the quota gives what was used since the last call; 0 without a limit."""
         now, used = self._clock(), self._used()
         spent, self._before = used - self._before, used

@@ -66,12 +66,12 @@ class WorkRecord:
         self._jumps: deque[tuple[float, ...]] = deque(maxlen=LONGEST)
         self._size = size
 
-    def clear(self) -> None:
+    def forget_steps(self) -> None:
         """Forget what was done; the noise is remembered."""
         self.blocks.clear()
         self._steps, self.total = [], 0
 
-    def add(self, step: StepWork, curves: Sequence[SpeedCurve]) -> None:
+    def add_step(self, step: StepWork, curves: Sequence[SpeedCurve]) -> None:
         """Add a step of workers that have these curves.
 
         One in which some worker had nothing to do tells nothing.
@@ -96,14 +96,14 @@ class WorkRecord:
             before = self.blocks[-1]
             self._jumps.append(
                 tuple(
-                    _jump(_slowness(before, rank), _slowness(block, rank))
+                    _find_jump(_compute_slowness(before, rank), _compute_slowness(block, rank))
                     for rank in range(self._size)
                 )
             )
         self.blocks.append(block)
         self.total += 1
 
-    def noise(self, rank: int) -> float:
+    def noise_of(self, rank: int) -> float:
         """Standard deviation of a worker's blocks, as a part of their mean.
 
         Steps in which the speed changes count little.
@@ -111,31 +111,32 @@ class WorkRecord:
         jumps = [jump[rank] for jump in self._jumps]
         return math.inf if len(jumps) < 3 else sum(jumps) / len(jumps) * math.sqrt(math.pi) / 2
 
-    def means(self, count: int) -> WorkMeans:
+    def mean_work(self, count: int) -> WorkMeans:
         """Means of the last `count` blocks.
 
         Of many blocks, the most unusual ones are left out: an evaluation, a checkpoint.
         """
         blocks = list(self.blocks)[-count:]
         slowness = tuple(
-            _trimmed([_slowness(block, rank) for block in blocks]) for rank in range(self._size)
+            _trim_values([_compute_slowness(block, rank) for block in blocks])
+            for rank in range(self._size)
         )
         units = tuple(
             sum(block.units[rank] for block in blocks) / len(blocks) for rank in range(self._size)
         )
-        errors = tuple(self.noise(rank) / math.sqrt(len(blocks)) for rank in range(self._size))
-        return WorkMeans(units, slowness, errors, _trimmed([block.whole for block in blocks]))
+        errors = tuple(self.noise_of(rank) / math.sqrt(len(blocks)) for rank in range(self._size))
+        return WorkMeans(units, slowness, errors, _trim_values([block.whole for block in blocks]))
 
 
-def _slowness(block: WorkBlock, rank: int) -> float:
+def _compute_slowness(block: WorkBlock, rank: int) -> float:
     return block.seconds[rank] / block.expected[rank]
 
 
-def _jump(one: float, other: float) -> float:
+def _find_jump(one: float, other: float) -> float:
     return 2 * abs(one - other) / (one + other)
 
 
-def _trimmed(values: list[float]) -> float:
+def _trim_values(values: list[float]) -> float:
     out = len(values) // 8
     kept = sorted(values)[out : len(values) - out]
     return sum(kept) / len(kept)

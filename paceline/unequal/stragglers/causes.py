@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Final
 
-from paceline.trace import MEASURED
+from paceline.trace import MEASURED_CAUSES
 
 # compute is the rest of its own work; those before "stolen" are its work, the others are in its way
-CAUSES: Final = ("compute", *MEASURED)
+CAUSES: Final = ("compute", *MEASURED_CAUSES)
 WORDS: Final = {
     "compute": "compute",
     "reading": "data loading",

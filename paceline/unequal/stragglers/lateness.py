@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.record.logged.record import LogRecord
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.causes import CAUSES, WORDS
 
 Seconds = NDArray[np.float64]
@@ -40,15 +40,15 @@ class RankLateness(NamedTuple):
     @property
     def cause(self) -> str:
         """The cause that took most, in words."""
-        return WORDS[main_cause(self.by_cause)]
+        return WORDS[find_main_cause(self.by_cause)]
 
 
-def main_cause(by_cause: Mapping[str, float]) -> str:
+def find_main_cause(by_cause: Mapping[str, float]) -> str:
     """Return the cause that took most."""
     return max(by_cause, key=by_cause.__getitem__)
 
 
-def lateness(work: Seconds) -> Seconds:
+def compute_lateness(work: Seconds) -> Seconds:
     """Lateness of each rank in each step, by cause.
 
     The axes of `work` are steps, ranks and CAUSES, in seconds of own work. A rank is late by its
@@ -57,7 +57,7 @@ def lateness(work: Seconds) -> Seconds:
     with more work loses more time to other programs: the amount that is usual for its work counts
     as work.
     """
-    work = _evened(work)
+    work = _even_out_stolen(work)
     ranks = work.shape[1]
     middle = (ranks - 1) // 2
     own = work.sum(axis=2)
@@ -70,7 +70,7 @@ def lateness(work: Seconds) -> Seconds:
     return found
 
 
-def _evened(work: Seconds) -> Seconds:
+def _even_out_stolen(work: Seconds) -> Seconds:
     """Return the same seconds, but count as work what of a stolen processor is usual for so much
     of it.
     """
@@ -90,14 +90,14 @@ def _evened(work: Seconds) -> Seconds:
     return found
 
 
-def worst(late: Seconds, ranks: Sequence[int]) -> RankLateness:
+def find_latest_rank(late: Seconds, ranks: Sequence[int]) -> RankLateness:
     """Return the rank that was latest in the mean of these steps."""
     means = late.mean(axis=0)
     at = int(means.sum(axis=1).argmax())
-    return RankLateness(ranks[at], _named(means[at]))
+    return RankLateness(ranks[at], _name_causes(means[at]))
 
 
-def _named(seconds: Seconds) -> dict[str, float]:
+def _name_causes(seconds: Seconds) -> dict[str, float]:
     return {cause: float(value) for cause, value in zip(CAUSES, seconds, strict=True)}
 
 
@@ -110,7 +110,7 @@ class LatenessTotals:
         self._steps: dict[int, int] = {}
         self._recent: dict[int, list[RankLateness]] = {}  # by step
 
-    def add(self, steps: Sequence[int], ranks: Sequence[int], late: Seconds) -> None:
+    def add_steps(self, steps: Sequence[int], ranks: Sequence[int], late: Seconds) -> None:
         """Add steps in which these ranks took part."""
         for at, rank in enumerate(ranks):
             self._sums[rank] = self._sums.get(rank, 0.0) + late[:, at].sum(axis=0)
@@ -118,28 +118,28 @@ class LatenessTotals:
         kept = slice(max(len(steps) - self._last, 0), None)
         for step, row in zip(steps[kept], late[kept], strict=True):
             self._recent[step] = [
-                RankLateness(ranks[at], _named(row[at]))
+                RankLateness(ranks[at], _name_causes(row[at]))
                 for at in np.flatnonzero(row.sum(axis=1) > 0).tolist()
             ]
         for step in sorted(self._recent)[: -self._last]:
             del self._recent[step]
 
-    def means(self) -> list[dict[str, float]]:
+    def mean_lateness(self) -> list[dict[str, float]]:
         """Return the mean seconds of a step by which each rank was late, by cause, in the order
         of ranks.
         """
-        return [_named(self._sums[rank] / self._steps[rank]) for rank in sorted(self._sums)]
+        return [_name_causes(self._sums[rank] / self._steps[rank]) for rank in sorted(self._sums)]
 
-    def of(self, step: int) -> list[RankLateness]:
+    def late_ranks_of(self, step: int) -> list[RankLateness]:
         """Late ranks of one of the last steps."""
         return self._recent.get(step, [])
 
-    def recent(self) -> dict[int, list[RankLateness]]:
+    def recent_late_ranks(self) -> dict[int, list[RankLateness]]:
         """Late ranks of each of the last steps."""
         return dict(self._recent)
 
 
-def stacked(records: Sequence[Mapping[int, LogRecord]], ranks: Sequence[int]) -> Seconds:
+def stack_records(records: Sequence[Mapping[int, LogRecord]], ranks: Sequence[int]) -> Seconds:
     """Return the work of steps as `lateness` takes it, by the records of each step by rank."""
     rows = [
         [[*(step[rank].seconds or ()), *(step[rank].causes or ())] for rank in ranks]
@@ -147,9 +147,9 @@ def stacked(records: Sequence[Mapping[int, LogRecord]], ranks: Sequence[int]) ->
     ]
     table = np.array(rows, dtype=np.float64).reshape(len(records), len(ranks), -1)
     compute, data, measured = (
-        table[:, :, PARTS.index("compute")],
-        table[:, :, PARTS.index("data")],
-        table[:, :, len(PARTS) :] * 1e-6,
+        table[:, :, STEP_PARTS.index("compute")],
+        table[:, :, STEP_PARTS.index("data")],
+        table[:, :, len(STEP_PARTS) :] * 1e-6,
     )
     rest = np.maximum(compute + data - measured.sum(axis=2), 0.0)
     return np.concatenate([rest[:, :, None], measured], axis=2)

@@ -17,30 +17,31 @@ from typing import Any
 from paceline.cluster.launcher.request import Straggler
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
-from paceline.formatting import spell, unknown
+from paceline.formatting import describe_unknown_choice, format_as_call
 from paceline.sync.base import Strategy
 
 Policy = Straggler
 
 
-def read(asked: Any) -> Policy | None:
+def read_policy(asked: Any) -> Policy | None:
     """Return the policy that is asked for; None where nothing is.
 
     Raises `UsageError` for what is none.
     """
-    if asked is not None and (wrong := unknown("straggler", asked, Policy)):
+    if asked is not None and (wrong := describe_unknown_choice("straggler", asked, Policy)):
         raise UsageError(wrong)
     return asked  # type: ignore[no-any-return]
 
 
-def check(policy: Policy | None, strategy: Strategy, *, survives: bool) -> None:
+def check_policy(policy: Policy | None, strategy: Strategy, *, survives: bool) -> None:
     """Raise `UsageError` for a policy that this strategy, or this job, can't keep.
 
     `survives`: it goes on when workers are lost.
     """
     if policy == "drop" and not getattr(strategy, "backup_workers", 0):
         raise UsageError(
-            f"straggler='drop' drops what comes last in a step, which {spell(strategy)} doesn't: "
+            f"straggler='drop' drops what comes last in a step, which {format_as_call(strategy)} "
+            "doesn't: "
             "choose a strategy with backup workers, "
             "sync=ParameterServer(backup_workers=1), or straggler='warn'"
         )
@@ -57,7 +58,7 @@ class PolicyCheck:
     def __init__(self, policy: Policy | None) -> None:
         self._policy = policy
 
-    def led(self, loader: ShareLoader) -> None:
+    def check_leader(self, loader: ShareLoader) -> None:
         """Raise `UsageError` where the shares of this loader and the policy contradict each
         other.
         """

@@ -21,17 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paceline.cluster.mesh import SAMPLED, Mesh
-from paceline.trace import MEASURED, PARTS
+from paceline.cluster.mesh import SAMPLE_AXES, Mesh
+from paceline.trace import MEASURED_CAUSES, STEP_PARTS
 from paceline.unequal.stragglers.causes import CAUSES, REMEDIES, WORDS
-from paceline.unequal.stragglers.lateness import lateness, main_cause
+from paceline.unequal.stragglers.lateness import compute_lateness, find_main_cause
 
 LATE, STILL_LATE = 0.2, 0.1  # parts of a step: to be named, and to stay named
 LEAST = 1e-3  # seconds: less is not worth a line
 FLUSHES, STEPS, SECONDS = 5, 20, 3.0  # the least that is looked at
 # seconds (of steps) between two lines, and between two that name the same workers
 PAUSE, AGAIN = 60.0, 1800.0
-WORK = tuple(PARTS.index(part) for part in ("compute", "data"))
+WORK = tuple(STEP_PARTS.index(part) for part in ("compute", "data"))
 
 
 class _FlushMeans(NamedTuple):
@@ -58,7 +58,7 @@ class Judgement(NamedTuple):
     cause: str  # of CAUSES; of all that are late together
 
     @property
-    def words(self) -> str:
+    def cause_in_words(self) -> str:
         """The cause, in words."""
         return WORDS[self.cause]
 
@@ -82,7 +82,7 @@ class StragglerSensor:
         # of the last flush; None where there was too little to judge by
         self.judgement: Judgement | None = None
 
-    def take(
+    def take_flush(
         self,
         names: Sequence[int],
         steps: Sequence[list[list[float]]],
@@ -108,16 +108,18 @@ class StragglerSensor:
             sum(second[part] for second in mine for part in WORK) / len(mine) for mine in steps
         )
         self._flushes.append(
-            _FlushMeans(len(steps[0]), length * len(steps[0]), work, _late(work, steps, causes))
+            _FlushMeans(
+                len(steps[0]), length * len(steps[0]), work, _mean_lateness(work, steps, causes)
+            )
         )
         self._clock += self._flushes[-1].seconds
-        if not _enough([*self._flushes]):
+        if not _is_enough([*self._flushes]):
             return None
-        while _enough([*self._flushes][1:]):
+        while _is_enough([*self._flushes][1:]):
             self._flushes.popleft()
-        return self._judge(hosts)
+        return self._judge_flushes(hosts)
 
-    def _judge(self, hosts: Sequence[str]) -> str | None:
+    def _judge_flushes(self, hosts: Sequence[str]) -> str | None:
         step = statistics.median(flush.seconds / flush.steps for flush in self._flushes)
         columns = zip(*(flush.lateness for flush in self._flushes), strict=True)
         sure = [sorted(column)[len(column) // 5] for column in columns]
@@ -135,48 +137,50 @@ class StragglerSensor:
         anew = frozenset(
             rank for rank, seconds in enumerate(sure) if seconds > max(LEAST, LATE * step)
         )
-        self.judgement = Judgement(anew, work, self._cause(anew))
+        self.judgement = Judgement(anew, work, self._find_causes(anew))
         if not late:
             self._named = late
         elif since >= PAUSE and (late != self._named or since >= AGAIN):
             self._named, self._said = late, self._clock
-            return describe(work, late, step, hosts, self._mesh, cause=self._cause(late))
+            return describe_stragglers(
+                work, late, step, hosts, self._mesh, cause=self._find_causes(late)
+            )
         return None
 
-    def _cause(self, ranks: frozenset[int]) -> str:
+    def _find_causes(self, ranks: frozenset[int]) -> str:
         """Return for what these ranks were late in the last flushes."""
         seconds = [
             sum(sum(flush.late[rank][at] for rank in ranks) for flush in self._flushes)
             for at in range(len(CAUSES))
         ]
-        return main_cause(dict(zip(CAUSES, seconds, strict=True)))
+        return find_main_cause(dict(zip(CAUSES, seconds, strict=True)))
 
 
-def _late(
+def _mean_lateness(
     work: Sequence[float],
     steps: Sequence[list[list[float]]],
     causes: Sequence[Sequence[Sequence[float]]] | None,
 ) -> tuple[tuple[float, ...], ...]:
     """Return the seconds in a mean step by which each rank was late because of each of CAUSES."""
-    data = PARTS.index("data")
+    data = STEP_PARTS.index("data")
     if causes is None:
         causes = [
-            [[1e6 * second[data], *[0.0] * (len(MEASURED) - 1)] for second in mine]
+            [[1e6 * second[data], *[0.0] * (len(MEASURED_CAUSES) - 1)] for second in mine]
             for mine in steps
         ]
     measured = [
         [1e-6 * sum(column) / len(mine) for column in zip(*mine, strict=True)] for mine in causes
     ]
     rows = [[max(own - sum(each), 0.0), *each] for own, each in zip(work, measured, strict=True)]
-    return tuple(map(tuple, lateness(np.array([rows]))[0].tolist()))
+    return tuple(map(tuple, compute_lateness(np.array([rows]))[0].tolist()))
 
 
-def _enough(flushes: Sequence[_FlushMeans]) -> bool:
+def _is_enough(flushes: Sequence[_FlushMeans]) -> bool:
     steps, seconds = sum(flush.steps for flush in flushes), sum(flush.seconds for flush in flushes)
     return len(flushes) >= FLUSHES and steps >= STEPS and seconds >= SECONDS
 
 
-def describe(
+def describe_stragglers(
     work: Sequence[float],
     late: frozenset[int],
     step: float,
@@ -192,30 +196,31 @@ def describe(
     """
     others = [mine for rank, mine in enumerate(work) if rank not in late]
     more = statistics.median(work[rank] for rank in late) - statistics.median(others)
-    who = named(late, hosts, mesh)
+    who = name_ranks(late, hosts, mesh)
     make = "makes" if len(late) == 1 else "make"
-    what_helps = REMEDIES.get(cause) or remedy(
-        work_by_share(work, mesh), staged=mesh is not None and mesh.extent("stage") > 1
+    what_helps = REMEDIES.get(cause) or advise_remedy(
+        work_by_share(work, mesh), staged=mesh is not None and mesh.axis_size("stage") > 1
     )
     took = f"{more * 1e3:.1f} ms in each step, {more / step:.0%} of it, for {WORDS[cause]}"
     return f"{who} {make} the others wait: {took}. {what_helps}"
 
 
-def named(ranks: frozenset[int], hosts: Sequence[str], mesh: Mesh | None = None) -> str:
+def name_ranks(ranks: frozenset[int], hosts: Sequence[str], mesh: Mesh | None = None) -> str:
     """Name ranks with their hosts, together if they are all workers of their hosts.
 
     `hosts` has the host of each rank.
     """
     where = dict.fromkeys(hosts[rank] for rank in sorted(ranks))
     each = ", ".join(
-        str(rank) if mesh is None else f"{rank} ({mesh.place(rank)})" for rank in sorted(ranks)
+        str(rank) if mesh is None else f"{rank} ({mesh.format_coordinates(rank)})"
+        for rank in sorted(ranks)
     )
     if len(ranks) > 1 and {rank for rank, host in enumerate(hosts) if host in where} == ranks:
         return f"the workers of {', '.join(where)} (ranks {each})"
     return f"rank{'s' * (len(ranks) > 1)} {each} on {', '.join(where)}"
 
 
-def unequal(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
+def measure_inequality(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
     """Median seconds of own work of each rank, and how often it was a tenth above the usual.
 
     A step has the seconds of each rank that took part. A rank that is missing in the last steps has
@@ -241,12 +246,12 @@ def work_by_share(work: Sequence[float], mesh: Mesh | None) -> list[float]:
         return list(work)
     found: dict[int, float] = {}
     for rank, mine in enumerate(work):
-        share = mesh.index(rank, SAMPLED)
+        share = mesh.index_along(rank, SAMPLE_AXES)
         found[share] = max(mine, found.get(share, 0.0))
     return [mine for _, mine in sorted(found.items())]
 
 
-def remedy(work: Sequence[float], *, staged: bool = False) -> str:
+def advise_remedy(work: Sequence[float], *, staged: bool = False) -> str:
     """Advice for workers with these seconds of own work in a step, each above 0.
 
     Workers with the same samples count once. `staged` says whether they have different layers.

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from paceline.checkpoint.files import catalogue, checkpoint
-from paceline.checkpoint.files.catalogue import CheckpointEntry, by_metric, direction, excess
+from paceline.checkpoint.files.catalogue import (
+    CheckpointEntry,
+    find_direction,
+    list_excess,
+    rank_by_metric,
+)
 from paceline.checkpoint.files.manifest import Best, Metric
 from paceline.errors import CheckpointError
 from tests.harness.measured_checkpoints import names, save
@@ -40,14 +45,17 @@ def entry(
 )
 def test_the_order(values: list[float | None], best: Best, order: list[int]) -> None:
     found = [entry(serial, value, best) for serial, value in enumerate(values, 1)]
-    assert [each.serial for each in by_metric(list(reversed(found)))] == order
-    assert direction(found) == best
+    assert [each.serial for each in rank_by_metric(list(reversed(found)))] == order
+    assert find_direction(found) == best
 
 
 def test_the_last_metric_says_what_is_better() -> None:
     found = [entry(1, 0.9, "min"), entry(2, 0.1, "max"), entry(3, 0.2, "max"), entry(4)]
-    assert direction(found) == "max" and [each.serial for each in by_metric(found)] == [3, 2]
-    assert direction([entry(1), entry(None)]) is None and by_metric([entry(1)]) == []
+    assert find_direction(found) == "max" and [each.serial for each in rank_by_metric(found)] == [
+        3,
+        2,
+    ]
+    assert find_direction([entry(1), entry(None)]) is None and rank_by_metric([entry(1)]) == []
 
 
 def test_what_has_to_go() -> None:
@@ -61,15 +69,15 @@ def test_what_has_to_go() -> None:
         entry(9, newer=True),
     ]
     latest = Path("step-00000050")
-    gone = [path.name for path in excess(found, latest, 2)]
+    gone = [path.name for path in list_excess(found, latest, 2)]
     # neither the best, nor what is of a newer paceline
     assert gone == ["step-00000030", "step-00000020", "step-00000000"]
-    assert [path.name for path in excess(found[:5], latest, 1)] == [
+    assert [path.name for path in list_excess(found[:5], latest, 1)] == [
         "step-00000040",
         "step-00000030",
         "step-00000020",
     ]
-    assert excess(found, latest, 9) == []
+    assert list_excess(found, latest, 9) == []
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
@@ -80,8 +88,8 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
         save(tmp_path, step, keep=1)  # without a metric
     assert names(tmp_path) == ["step-00000002", "step-00000008"]
     assert (
-        checkpoint.load(tmp_path, say=print).step == 8
-        and checkpoint.load(tmp_path, say=print, best=True).step == 2
+        checkpoint.load_checkpoint(tmp_path, say=print).step == 8
+        and checkpoint.load_checkpoint(tmp_path, say=print, best=True).step == 2
     )
     save(tmp_path, 9, 0.1, keep=1)
     assert names(tmp_path) == ["step-00000009"]
@@ -92,7 +100,7 @@ def test_a_best_that_is_damaged_gives_way_to_the_next(tmp_path: Path) -> None:
         save(tmp_path, step, value)
     (tmp_path / "step-00000002" / "tensors.safetensors").write_bytes(b"")
     said: list[str] = []
-    assert checkpoint.load(tmp_path, say=said.append, best=True).step == 3
+    assert checkpoint.load_checkpoint(tmp_path, say=said.append, best=True).step == 3
     assert (
         len(said) == 1
         and said[0].startswith("step-00000002: tensors.safetensors has 0 bytes")
@@ -110,12 +118,12 @@ def test_no_best_is_said(tmp_path: Path, value: float | None) -> None:
             r"Save with run.save\(metric=loss, best='min'\)"
         ),
     ):
-        checkpoint.load(tmp_path, say=print, best=True)
+        checkpoint.load_checkpoint(tmp_path, say=print, best=True)
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*absent; save one first"):
-        checkpoint.load(tmp_path / "absent", say=print, best=True)
+        checkpoint.load_checkpoint(tmp_path / "absent", say=print, best=True)
 
 
 def test_a_name_that_is_free(tmp_path: Path) -> None:
-    assert catalogue.free(tmp_path, 7).name == "step-00000007"
+    assert catalogue.choose_free_path(tmp_path, 7).name == "step-00000007"
     (tmp_path / "step-00000007").symlink_to("nowhere")
-    assert catalogue.free(tmp_path, 7).name == "step-00000007.2"
+    assert catalogue.choose_free_path(tmp_path, 7).name == "step-00000007.2"

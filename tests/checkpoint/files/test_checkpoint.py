@@ -24,24 +24,24 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.checkpoint.files import checkpoint
-from paceline.checkpoint.files.catalogue import newest
-from paceline.checkpoint.files.checkpoint import Checkpoint, load, save
-from paceline.checkpoint.files.manifest import sealed
+from paceline.checkpoint.files.catalogue import list_newest
+from paceline.checkpoint.files.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from paceline.checkpoint.files.manifest import seal_manifest
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.snapshot import Snapshot, pack
-from paceline.state.versioned import Randomness, Versioned
+from paceline.state.snapshot import Snapshot, make_snapshot
+from paceline.state.versioned import GeneratorStates, VersionedState
 from tests.harness import nursery
 
 
 def state(value: float = 1.0, size: int = 10) -> Snapshot:
-    return pack(
+    return make_snapshot(
         {"model": {"weight": torch.full((size,), value)}, "lr": 0.1, "rows": {0: (1, None)}},
         version=7,
     )
 
 
 def value(found: Checkpoint) -> float:
-    return float(found.snapshot.unpack()["model"]["weight"][0])
+    return float(found.snapshot.unpack_state()["model"]["weight"][0])
 
 
 def silent(text: str) -> None:
@@ -54,28 +54,35 @@ def entries(folder: Path) -> list[str]:
 
 def test_there_and_back(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a" / "checkpoints"
-    path = save(folder, state(), 40)
+    path = save_checkpoint(folder, state(), 40)
     assert path == folder / "step-00000040"
     assert entries(path) == ["manifest.json", "state.json", "tensors.safetensors"]
-    found = load(folder, say=silent)
-    assert (found.step, found.path, found.snapshot.version, found.own) == (40, path, 7, {})
-    assert found.snapshot.unpack()["rows"] == {0: (1, None)}
-    assert found.snapshot.sha256() == state().sha256()
+    found = load_checkpoint(folder, say=silent)
+    assert (found.step, found.path, found.snapshot.version, found.worker_snapshots) == (
+        40,
+        path,
+        7,
+        {},
+    )
+    assert found.snapshot.unpack_state()["rows"] == {0: (1, None)}
+    assert found.snapshot.compute_sha256() == state().compute_sha256()
     assert entries(folder) == ["step-00000040"]
 
 
 def test_each_rank_has_its_own(tmp_path: Path) -> None:
     own = {
-        rank: pack(Randomness().state_dict() | {"rank": rank, "x": torch.full((rank,), 1j)})
+        rank: make_snapshot(
+            GeneratorStates().state_dict() | {"rank": rank, "x": torch.full((rank,), 1j)}
+        )
         for rank in (0, 3)
     }
     torch.randn(1)
-    path = save(tmp_path, state(), 1, own=own)
+    path = save_checkpoint(tmp_path, state(), 1, own=own)
     assert "own-00003.safetensors" in entries(path)
-    found = load(tmp_path, say=silent)
-    assert {rank: snapshot.sha256() for rank, snapshot in found.own.items()} == {
-        rank: snapshot.sha256() for rank, snapshot in own.items()
-    }
+    found = load_checkpoint(tmp_path, say=silent)
+    assert {
+        rank: snapshot.compute_sha256() for rank, snapshot in found.worker_snapshots.items()
+    } == {rank: snapshot.compute_sha256() for rank, snapshot in own.items()}
 
 
 def test_odd_tensors_and_tied_weights(tmp_path: Path) -> None:
@@ -94,8 +101,8 @@ def test_odd_tensors_and_tied_weights(tmp_path: Path) -> None:
         "columns": torch.arange(6.0).view(2, 3).t(),
     }
     for copy in (True, False):
-        save(tmp_path, pack(tensors, copy=copy), 1)
-        back = load(tmp_path, say=silent).snapshot.unpack()
+        save_checkpoint(tmp_path, make_snapshot(tensors, copy=copy), 1)
+        back = load_checkpoint(tmp_path, say=silent).snapshot.unpack_state()
         assert all(
             torch.equal(back[name], tensor) and back[name].dtype == tensor.dtype
             for name, tensor in tensors.items()
@@ -107,46 +114,48 @@ def test_complex_numbers_lie_where_the_processor_can_use_them(tmp_path: Path) ->
     """In the file they begin at multiples of 8; vector instructions on complex128 want 16."""
     for length in range(1, 40):
         name = "z" * length
-        save(tmp_path, pack({name: torch.randn(5, dtype=torch.complex128)}), length)
-        snapshot = load(tmp_path, say=silent).snapshot
+        save_checkpoint(
+            tmp_path, make_snapshot({name: torch.randn(5, dtype=torch.complex128)}), length
+        )
+        snapshot = load_checkpoint(tmp_path, say=silent).snapshot
         assert snapshot.tensors[name].data_ptr() % 16 == 0, "whatever the length of the header"
 
 
 def test_nothing_but_scalars(tmp_path: Path) -> None:
-    save(tmp_path, pack({"step": 3}), 0)
-    assert load(tmp_path, say=silent).snapshot.unpack() == {"step": 3}
+    save_checkpoint(tmp_path, make_snapshot({"step": 3}), 0)
+    assert load_checkpoint(tmp_path, say=silent).snapshot.unpack_state() == {"step": 3}
 
 
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for step in range(1, 8):
-        save(tmp_path, state(step), step, keep=2)
+        save_checkpoint(tmp_path, state(step), step, keep=2)
     assert entries(tmp_path) == ["step-00000006", "step-00000007"]
-    assert value(load(tmp_path, say=silent)) == 7
-    assert value(load(tmp_path, say=silent, step=6)) == 6
+    assert value(load_checkpoint(tmp_path, say=silent)) == 7
+    assert value(load_checkpoint(tmp_path, say=silent, step=6)) == 6
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 3 in .*there are: 6, 7"):
-        load(tmp_path, say=silent, step=3)
+        load_checkpoint(tmp_path, say=silent, step=3)
 
 
 def test_going_back_makes_the_older_step_the_newest(tmp_path: Path) -> None:
     for step in (20, 40, 60):
-        save(tmp_path, state(step), step)
-    save(tmp_path, state(41), 40, keep=1)  # resumed from 20, saved 40 again
+        save_checkpoint(tmp_path, state(step), step)
+    save_checkpoint(tmp_path, state(41), 40, keep=1)  # resumed from 20, saved 40 again
     assert entries(tmp_path) == ["step-00000040.2"]
-    found = load(tmp_path, say=silent)
+    found = load_checkpoint(tmp_path, say=silent)
     assert (found.step, value(found)) == (40, 41)
-    assert value(load(tmp_path, say=silent, step=40)) == 41
+    assert value(load_checkpoint(tmp_path, say=silent, step=40)) == 41
 
 
 @pytest.mark.parametrize("folder", ["absent", "."])
 def test_none_there(tmp_path: Path, folder: str) -> None:
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*without resuming"):
-        load(tmp_path / folder, say=silent)
+        load_checkpoint(tmp_path / folder, say=silent)
 
 
 @pytest.mark.parametrize(("keep", "step"), [(0, 1), (1, -1)])
 def test_arguments_are_checked(tmp_path: Path, keep: int, step: int) -> None:
     with pytest.raises(UsageError, match="keep >= 1 and step >= 0"):
-        save(tmp_path, state(), step, keep=keep)
+        save_checkpoint(tmp_path, state(), step, keep=keep)
 
 
 # Damage
@@ -189,20 +198,20 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     tmp_path: Path, file: str, damage: Callable[[Path], object]
 ) -> None:
     for step in (1, 2):
-        save(tmp_path, state(step), step, own={0: state()})
+        save_checkpoint(tmp_path, state(step), step, own={0: state()})
     damage(tmp_path / "step-00000002" / file)
     said: list[str] = []
-    found = load(tmp_path, say=said.append)
+    found = load_checkpoint(tmp_path, say=said.append)
     assert (found.step, value(found)) == (1, 1)
     assert len(said) == 1
     assert said[0].startswith(f"step-00000002: {file} ")
     assert said[0].endswith("Using step-00000001, which is whole")
     with pytest.raises(CheckpointError, match=f"can be used: step-00000002: {file} "):
-        load(tmp_path, say=silent, step=2)
+        load_checkpoint(tmp_path, say=silent, step=2)
 
 
 def test_every_single_bit_of_every_file_counts(tmp_path: Path) -> None:
-    path = save(tmp_path, state(size=2), 1)
+    path = save_checkpoint(tmp_path, state(size=2), 1)
     for file in entries(path):
         whole = (path / file).read_bytes()
         for position in range(len(whole)):
@@ -210,38 +219,38 @@ def test_every_single_bit_of_every_file_counts(tmp_path: Path) -> None:
             damaged[position] ^= 1 << (position % 8)
             (path / file).write_bytes(damaged)
             with pytest.raises(CheckpointError):
-                load(tmp_path, say=silent)
+                load_checkpoint(tmp_path, say=silent)
         (path / file).write_bytes(whole)
-    load(tmp_path, say=silent)
+    load_checkpoint(tmp_path, say=silent)
 
 
 def test_all_broken(tmp_path: Path) -> None:
     for step in (1, 2):
-        flip(save(tmp_path, state(), step) / "state.json")
+        flip(save_checkpoint(tmp_path, state(), step) / "state.json")
     with pytest.raises(
         CheckpointError,
         match=r"can be used: step-00000002: state\.json is damaged.*; step-00000001: state\.json is",  # noqa: E501
     ):
-        load(tmp_path, say=silent)
+        load_checkpoint(tmp_path, say=silent)
 
 
 def test_saving_after_a_broken_one(tmp_path: Path) -> None:
-    save(tmp_path, state(1), 1)
-    cut(save(tmp_path, state(2), 2) / "manifest.json")
-    save(tmp_path, state(3), 2)  # step 2 once more: the broken folder has its name
+    save_checkpoint(tmp_path, state(1), 1)
+    cut(save_checkpoint(tmp_path, state(2), 2) / "manifest.json")
+    save_checkpoint(tmp_path, state(3), 2)  # step 2 once more: the broken folder has its name
     said: list[str] = []
-    assert value(load(tmp_path, say=said.append)) == 3
+    assert value(load_checkpoint(tmp_path, say=said.append)) == 3
     assert "step-00000002: manifest.json is damaged" in said[0]
-    save(tmp_path, state(4), 4)
+    save_checkpoint(tmp_path, state(4), 4)
     # the broken one went first
     assert entries(tmp_path) == ["step-00000001", "step-00000002.2", "step-00000004"]
-    assert value(load(tmp_path, say=silent)) == 4
+    assert value(load_checkpoint(tmp_path, say=silent)) == 4
 
 
 def test_a_renamed_folder(tmp_path: Path) -> None:
-    save(tmp_path, state(), 1).rename(tmp_path / "step-00000009")
+    save_checkpoint(tmp_path, state(), 1).rename(tmp_path / "step-00000009")
     with pytest.raises(CheckpointError, match="saved as step 1"):
-        load(tmp_path, say=silent)
+        load_checkpoint(tmp_path, say=silent)
 
 
 def seal(path: Path, **changes: Any) -> None:
@@ -249,7 +258,7 @@ def seal(path: Path, **changes: Any) -> None:
     manifest = json.loads((path / "manifest.json").read_text()) | changes
     del manifest["seal"]
     (path / "manifest.json").write_bytes(
-        sealed({name: field for name, field in manifest.items() if field is not None})
+        seal_manifest({name: field for name, field in manifest.items() if field is not None})
     )
 
 
@@ -266,24 +275,24 @@ def rewrite(path: Path, file: str, data: bytes) -> None:
 def test_a_newer_format_is_said_and_never_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path, state(1), 1)
+    save_checkpoint(tmp_path, state(1), 1)
     with monkeypatch.context() as future:
         future.setattr(checkpoint, "UNCUT", 3)
-        save(tmp_path, state(2), 2)
+        save_checkpoint(tmp_path, state(2), 2)
     newer = (
         r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\): "
         r"install that version to use it"
     )
     said: list[str] = []
-    assert value(load(tmp_path, say=said.append)) == 1
+    assert value(load_checkpoint(tmp_path, say=said.append)) == 1
     assert len(said) == 1 and re.fullmatch(
         rf"{newer}\. Using step-00000001, which is whole", said[0]
     )
     with pytest.raises(CheckpointError, match=rf"can be used: {newer}"):
-        load(tmp_path, say=silent, step=2)
-    save(tmp_path, state(3), 3, keep=1)
+        load_checkpoint(tmp_path, say=silent, step=2)
+    save_checkpoint(tmp_path, state(3), 3, keep=1)
     assert entries(tmp_path) == ["step-00000002", "step-00000003"]
-    assert value(load(tmp_path, say=silent)) == 3  # it was saved later
+    assert value(load_checkpoint(tmp_path, say=silent)) == 3  # it was saved later
 
 
 FOREIGN = {
@@ -324,21 +333,21 @@ def test_what_another_version_wrote_is_named_and_the_one_before_is_used(
 ) -> None:
     """Its hashes are right: nothing is damaged."""
     for step in (1, 2):
-        save(tmp_path, state(step), step, own={0: state()})
+        save_checkpoint(tmp_path, state(step), step, own={0: state()})
     FOREIGN[kind](tmp_path / "step-00000002")
     monkeypatch.setattr(pickle, "loads", silent)
     monkeypatch.setattr(pickle, "Unpickler", silent)
     said: list[str] = []
-    assert value(load(tmp_path, say=said.append)) == 1
+    assert value(load_checkpoint(tmp_path, say=said.append)) == 1
     assert len(said) == 1 and "\n" not in said[0]
     assert said[0].startswith("step-00000002: ") and said[0].endswith(
         "Using step-00000001, which is whole"
     )
     with pytest.raises(CheckpointError, match="can be used: step-00000002: "):
-        load(tmp_path, say=silent, step=2)
-    save(tmp_path, state(3), 3)
+        load_checkpoint(tmp_path, say=silent, step=2)
+    save_checkpoint(tmp_path, state(3), 3)
     # one whose place can't be read may be newer, as far as can be told
-    assert value(load(tmp_path, say=lambda text: None)) in (1, 3)
+    assert value(load_checkpoint(tmp_path, say=lambda text: None)) in (1, 3)
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +355,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Checkpoints of three steps."""
     folder = tmp_path_factory.mktemp("three")
     for step in (1, 2, 3):
-        save(folder, state(step, size=50), step, own={0: state(), 1: state(2)})
+        save_checkpoint(folder, state(step, size=50), step, own={0: state(), 1: state(2)})
     return folder
 
 
@@ -364,7 +373,7 @@ def test_any_damage_of_any_files_is_found(three: Path, tmp_path: Path, data: st.
         for file in data.draw(st.sets(st.sampled_from(entries(path)), min_size=1, max_size=3)):
             hurt(path / file, data)
     said: list[str] = []
-    found = load(folder, say=said.append)
+    found = load_checkpoint(folder, say=said.append)
     best = 2 if broken == {3} else 3 if broken == {2} else 1
     assert (found.step, value(found)) == (best, best)
     # it could be the newest, as far as can be told
@@ -398,12 +407,14 @@ def hurt(file: Path, data: st.DataObject) -> None:
 
 
 def test_another_model(tmp_path: Path) -> None:
-    save(tmp_path, Versioned(model=nn.Linear(3, 2)).snapshot(), 1)
+    save_checkpoint(tmp_path, VersionedState(model=nn.Linear(3, 2)).take_snapshot(), 1)
     with pytest.raises(
         CheckpointError,
         match=r"model\.weight is float32\[2, 3\] in it, float32\[2, 4\] here\. Build the same model",  # noqa: E501
     ):
-        Versioned(model=nn.Linear(4, 2)).restore(load(tmp_path, say=silent).snapshot)
+        VersionedState(model=nn.Linear(4, 2)).restore_snapshot(
+            load_checkpoint(tmp_path, say=silent).snapshot
+        )
 
 
 # Interrupted
@@ -411,10 +422,10 @@ def test_another_model(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path: Path) -> None:
-    save(tmp_path, state(1), 1)
+    save_checkpoint(tmp_path, state(1), 1)
     shutil.copytree(tmp_path / "step-00000001", tmp_path / ".saving-abc" / "new")
-    assert load(tmp_path, say=silent).step == 1
-    save(tmp_path, state(2), 2)
+    assert load_checkpoint(tmp_path, say=silent).step == 1
+    save_checkpoint(tmp_path, state(2), 2)
     assert entries(tmp_path) == ["step-00000001", "step-00000002"]
 
 
@@ -445,9 +456,11 @@ def test_killed_at_any_moment(tmp_path: Path) -> None:
             time.sleep(0.013 * (turn + 1))
             process.kill()
             process.wait()
-        found = load(folder, say=silent)
-        assert torch.equal(found.snapshot.unpack()["x"], torch.full((50_000,), float(found.step)))
-        save(folder, state(), found.step + 1, keep=1)
+        found = load_checkpoint(folder, say=silent)
+        assert torch.equal(
+            found.snapshot.unpack_state()["x"], torch.full((50_000,), float(found.step))
+        )
+        save_checkpoint(folder, state(), found.step + 1, keep=1)
         assert len(entries(folder)) == 1
 
 
@@ -475,17 +488,17 @@ def small(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("size", [350_000, 1_000_000], ids=["second too large", "far too large"])
 def test_disk_full(small: Path, size: int) -> None:
     folder = small / "checkpoints"
-    save(folder, state(1, size=200_000), 1)
+    save_checkpoint(folder, state(1, size=200_000), 1)
     with pytest.raises(CheckpointError) as caught:
-        save(folder, state(2, size=size), 2)
+        save_checkpoint(folder, state(2, size=size), 2)
     message = str(caught.value)
     assert message.startswith("step 2 was not saved, the disk is full: it takes ")
     assert "MB are free. Free some space or keep fewer checkpoints; step-00000001 in " in message
     assert message.endswith("is untouched")
     assert entries(folder) == ["step-00000001"]
-    assert value(load(folder, say=silent)) == 1
-    save(folder, state(3, size=1000), 3)  # and there is room again
-    assert load(folder, say=silent).step == 3
+    assert value(load_checkpoint(folder, say=silent)) == 1
+    save_checkpoint(folder, state(3, size=1000), 3)  # and there is room again
+    assert load_checkpoint(folder, say=silent).step == 3
 
 
 @pytest.mark.parametrize("where", ["disk.write", "disk.sync", "catalogue.prune"])
@@ -493,7 +506,7 @@ def test_disk_full(small: Path, size: int) -> None:
 def test_any_refusal_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, code: int
 ) -> None:
-    save(tmp_path, state(1), 1)
+    save_checkpoint(tmp_path, state(1), 1)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
@@ -505,21 +518,21 @@ def test_any_refusal_leaves_what_was_there(
             CheckpointError,
             match=wanted if where != "catalogue.prune" else "step 2 is saved in .*older ones",
         ) as caught:
-            save(tmp_path, state(2), 2)
+            save_checkpoint(tmp_path, state(2), 2)
     there = ["step-00000001"] + ["step-00000002"] * (where == "catalogue.prune")
     assert there[-1] in str(caught.value)
     assert entries(tmp_path) == there
-    assert value(load(tmp_path, say=silent)) == len(there)
+    assert value(load_checkpoint(tmp_path, say=silent)) == len(there)
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"was not saved: .*Not a directory"):
-        save(tmp_path / "file" / "checkpoints", state(), 1)
+        save_checkpoint(tmp_path / "file" / "checkpoints", state(), 1)
 
 
 def test_manifest_is_readable(tmp_path: Path) -> None:
-    manifest = json.loads((save(tmp_path, state(), 5) / "manifest.json").read_text())
+    manifest = json.loads((save_checkpoint(tmp_path, state(), 5) / "manifest.json").read_text())
     assert (manifest["format"], manifest["step"], manifest["serial"]) == (1, 5, 1)
     assert set(manifest["files"]) == {"state.json", "tensors.safetensors"}
-    assert newest(tmp_path) == [tmp_path / "step-00000005"]
+    assert list_newest(tmp_path) == [tmp_path / "step-00000005"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paceline.checkpoint.files import catalogue, checkpoint, disk
-from paceline.checkpoint.files.earlier_best import inherit
+from paceline.checkpoint.files.earlier_best import inherit_best
 from paceline.errors import CheckpointError
 from tests.harness.measured_checkpoints import names, save
 
@@ -34,11 +34,11 @@ def test_it_comes_along(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyP
     for step, value in ((3, 0.2), (5, 0.4)):
         save(old, step, value)
     save(new, 9, 0.3, keep=1)
-    assert inherit(new, old) == new / "step-00000003"
+    assert inherit_best(new, old) == new / "step-00000003"
     assert (old / "step-00000003" / "tensors.safetensors").stat().st_nlink == (2 if links else 1)
     shutil.rmtree(old)
-    assert checkpoint.load(new, say=print).step == 9  # the newest is its own
-    assert checkpoint.load(new, say=print, best=True).step == 3
+    assert checkpoint.load_checkpoint(new, say=print).step == 9  # the newest is its own
+    assert checkpoint.load_checkpoint(new, say=print, best=True).step == 3
     save(new, 10, 0.25, keep=1)
     assert names(new) == ["step-00000003", "step-00000010"]
     save(new, 11, 0.1, keep=1)
@@ -47,21 +47,21 @@ def test_it_comes_along(tmp_path: Path, links: bool, monkeypatch: pytest.MonkeyP
 
 def test_it_comes_once_and_only_where_it_is_the_best(tmp_path: Path) -> None:
     old, new, other = (tmp_path / name for name in ("old", "new", "other"))
-    assert inherit(new, old) is None
+    assert inherit_best(new, old) is None
     save(old, 3, 0.2)
     save(new, 9, 0.1)
-    assert inherit(new, old) is None  # what is there is better
+    assert inherit_best(new, old) is None  # what is there is better
     save(other, 9, 0.1, "max")
-    assert inherit(other, old) is None  # measured by something else
+    assert inherit_best(other, old) is None  # measured by something else
     equal = tmp_path / "equal"
     save(equal, 9, 0.2)
     # of equals the earlier
-    assert inherit(equal, old) is not None and catalogue.best(equal)[0].step == 3
-    assert inherit(equal, old) is None and names(equal) == ["step-00000003", "step-00000009"]
+    assert inherit_best(equal, old) is not None and catalogue.list_best(equal)[0].step == 3
+    assert inherit_best(equal, old) is None and names(equal) == ["step-00000003", "step-00000009"]
     save(tmp_path / "plain", 9)
     assert (
-        inherit(tmp_path / "plain", old) is not None
-        and checkpoint.load(tmp_path / "plain", say=print).step == 9
+        inherit_best(tmp_path / "plain", old) is not None
+        and checkpoint.load_checkpoint(tmp_path / "plain", say=print).step == 9
     )
 
 
@@ -82,7 +82,7 @@ def test_a_disk_that_refuses_leaves_nothing(
             r"left"
         ),
     ):
-        inherit(new, old)
+        inherit_best(new, old)
     assert names(new) == ["step-00000009"]
 
 
@@ -93,5 +93,5 @@ def test_links_in_the_earlier_run_are_not_followed(tmp_path: Path) -> None:
     path.symlink_to(tmp_path / "elsewhere")
     save(new, 9, 0.3)
     with pytest.raises(CheckpointError, match=r"state.json is no file, but a link"):
-        inherit(new, old)
+        inherit_best(new, old)
     assert names(new) == ["step-00000009"]

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 import paceline as pl
 from paceline import cli
 from paceline.checkpoint.files import checkpoint, disk, export
-from paceline.checkpoint.files.block_files import BlockReader, LocalBlocks, plan
+from paceline.checkpoint.files.block_files import BlockReader, LocalBlocks, lay_out_blocks
 from paceline.checkpoint.files.checkpoint import WrittenBlocks
-from paceline.checkpoint.files.file_layout import image
+from paceline.checkpoint.files.file_layout import lay_out_snapshot
 from paceline.checkpoint.files.manifest import Metric
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.blocks import whole, within
-from paceline.state.snapshot import Snapshot, pack
+from paceline.state.blocks import slice_within, whole_box
+from paceline.state.snapshot import Snapshot, make_snapshot
 
 
 class Tied(nn.Module):
@@ -35,14 +35,16 @@ class Tied(nn.Module):
 
 def state(model: nn.Module, **more: Any) -> Snapshot:
     optimizer = torch.optim.AdamW(model.parameters())
-    return pack({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more})
+    return make_snapshot({"model": model.state_dict(), "optimizer": optimizer.state_dict(), **more})
 
 
 def save(folder: Path, model: nn.Module, step: int = 1, *, cut: bool = False, **more: Any) -> Path:
     """A checkpoint; with `cut` the largest tensor lies in two files."""
     packed = state(model, **more)
     if not cut:
-        return checkpoint.write(folder / "checkpoints", image(packed), step, own={}, keep=9)
+        return checkpoint.write_checkpoint(
+            folder / "checkpoints", lay_out_snapshot(packed), step, own={}, keep=9
+        )
     name, tensor = max(packed.tensors.items(), key=lambda item: item[1].numel())
 
     def blocks(place: Path) -> list[WrittenBlocks]:
@@ -52,14 +54,15 @@ def save(folder: Path, model: nn.Module, step: int = 1, *, cut: bool = False, **
             LocalBlocks(
                 tensor.dtype,
                 tuple(tensor.shape),
-                ((box, tensor[within(box, whole(tensor.shape))]),),
+                ((box, tensor[slice_within(box, whole_box(tensor.shape))]),),
             )
             for box in boxes
         ]
-        layouts = [plan(number, {name: part}) for number, part in enumerate(local)]
+        layouts = [lay_out_blocks(number, {name: part}) for number, part in enumerate(local)]
         return [
             WrittenBlocks(
-                {layout.file: disk.write(place / layout.file, layout.layout.parts())}, layout.index
+                {layout.file: disk.write_file(place / layout.file, layout.layout.iterate_bytes())},
+                layout.index,
             )
             for layout in layouts
         ]
@@ -69,8 +72,8 @@ def save(folder: Path, model: nn.Module, step: int = 1, *, cut: bool = False, **
         packed.tree,
         {path: value for path, value in packed.tensors.items() if path != name},
     )
-    return checkpoint.write(
-        folder / "checkpoints", image(rest), step, own={}, keep=9, blocks=blocks
+    return checkpoint.write_checkpoint(
+        folder / "checkpoints", lay_out_snapshot(rest), step, own={}, keep=9, blocks=blocks
     )
 
 
@@ -95,13 +98,15 @@ def test_only_the_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
-    checkpoint.save(
-        tmp_path, pack({"model": model.state_dict(), "optimizer": optimizer.state_dict()}), 1
+    checkpoint.save_checkpoint(
+        tmp_path,
+        make_snapshot({"model": model.state_dict(), "optimizer": optimizer.state_dict()}),
+        1,
     )
     asked: list[str] = []
-    read = BlockReader.read
+    read = BlockReader.read_rectangle
     monkeypatch.setattr(
-        BlockReader, "read", lambda self, name: asked.append(name) or read(self, name)
+        BlockReader, "read_rectangle", lambda self, name: asked.append(name) or read(self, name)
     )
     pl.state_dict(tmp_path)
     assert asked == ["model/weight", "model/bias"]
@@ -111,8 +116,11 @@ def test_states_of_single_ranks_stay_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = nn.Linear(4, 3)
-    checkpoint.save(
-        tmp_path, state(model), 1, own={rank: pack({"kept": torch.ones(5)}) for rank in range(2)}
+    checkpoint.save_checkpoint(
+        tmp_path,
+        state(model),
+        1,
+        own={rank: make_snapshot({"kept": torch.ones(5)}) for rank in range(2)},
     )
     loaded: list[str] = []
     load_file = safetensors.torch.load_file
@@ -120,9 +128,9 @@ def test_states_of_single_ranks_stay_on_the_disk(
         safetensors.torch, "load_file", lambda path: loaded.append(path.name) or load_file(path)
     )
     assert same(pl.state_dict(tmp_path), model.state_dict()) and loaded == []
-    found = checkpoint.load(tmp_path, say=print, lazy=True)
-    assert sorted(found.own) == [0, 1] and found.more == ()
-    assert checkpoint.load(tmp_path, say=print, lazy=True, own=False).more == ()
+    found = checkpoint.load_checkpoint(tmp_path, say=print, lazy=True)
+    assert sorted(found.worker_snapshots) == [0, 1] and found.extra_states == ()
+    assert checkpoint.load_checkpoint(tmp_path, say=print, lazy=True, own=False).extra_states == ()
 
 
 def test_the_newest_that_is_whole(tmp_path: Path) -> None:
@@ -158,7 +166,7 @@ def test_nothing_there(tmp_path: Path) -> None:
         pl.state_dict(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no checkpoint in"):
         pl.state_dict(tmp_path)
-    checkpoint.save(tmp_path, pack([1]), 1)
+    checkpoint.save_checkpoint(tmp_path, make_snapshot([1]), 1)
     with pytest.raises(CheckpointError, match=r"not what a run saves"):
         pl.state_dict(tmp_path)
 
@@ -200,7 +208,9 @@ def test_the_best(
 ) -> None:
     good, late, out = nn.Linear(2, 2), nn.Linear(2, 2), tmp_path / "out.safetensors"
     for step, model, value in ((1, good, 0.9), (2, late, 0.4)):
-        checkpoint.save(tmp_path / "checkpoints", state(model), step, metric=Metric(value, "max"))
+        checkpoint.save_checkpoint(
+            tmp_path / "checkpoints", state(model), step, metric=Metric(value, "max")
+        )
     assert run(monkeypatch, tmp_path, out, "--best") == 0
     assert "step-00000001 at step 1" in capsys.readouterr().out
     assert torch.equal(safetensors.torch.load_file(out)["weight"], good.weight)
@@ -234,13 +244,15 @@ def test_a_write_that_fails_leaves_what_was_there(
         export, "raw", lambda tensor: (_ for _ in ()).throw(OSError(28, "No space left on device"))
     )
     with pytest.raises(CheckpointError, match=r"out.safetensors can't be written: .*No space left"):
-        export.export(tmp_path, out, force=True, say=print)
+        export.export_model(tmp_path, out, force=True, say=print)
     assert out.read_text() == "precious" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_strides_are_those_of_the_file(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, pack({"model": {"w": torch.arange(6.0).view(2, 3).t()}}), 1)
-    export.export(tmp_path, tmp_path / "o.safetensors", say=print)
+    checkpoint.save_checkpoint(
+        tmp_path, make_snapshot({"model": {"w": torch.arange(6.0).view(2, 3).t()}}), 1
+    )
+    export.export_model(tmp_path, tmp_path / "o.safetensors", say=print)
     assert torch.equal(
         safetensors.torch.load_file(tmp_path / "o.safetensors")["w"],
         torch.arange(6.0).view(2, 3).t(),
@@ -252,14 +264,16 @@ def test_strides_are_those_of_the_file(tmp_path: Path) -> None:
     [(torch.ones(1, dtype=torch.complex64), "torch.complex64"), ({"a": 1}, "dict")],
 )
 def test_what_such_files_cannot_keep_is_named(tmp_path: Path, value: Any, what: str) -> None:
-    checkpoint.save(tmp_path, pack({"model": {"w": torch.ones(1), "odd": value}}), 1)
+    checkpoint.save_checkpoint(
+        tmp_path, make_snapshot({"model": {"w": torch.ones(1), "odd": value}}), 1
+    )
     with pytest.raises(
         CheckpointError,
         match=rf"odd is a {what}, which .safetensors can't store; save the result of paceline",
     ):
-        export.export(tmp_path, tmp_path / "o.safetensors", say=print)
+        export.export_model(tmp_path, tmp_path / "o.safetensors", say=print)
     with pytest.raises(CheckpointError, match=r"this part is no dict"):
-        checkpoint.save(tmp_path, pack({"model": [1]}), 2)
-        export.export(tmp_path, tmp_path / "o.safetensors", say=print)
+        checkpoint.save_checkpoint(tmp_path, make_snapshot({"model": [1]}), 2)
+        export.export_model(tmp_path, tmp_path / "o.safetensors", say=print)
     with pytest.raises(UsageError, match=r"o.pt doesn't end in .safetensors"):
-        export.export(tmp_path, tmp_path / "o.pt", say=print)
+        export.export_model(tmp_path, tmp_path / "o.pt", say=print)

@@ -16,10 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.checkpoint.files import file_layout as images
-from paceline.checkpoint.files.disk import PAGE
-from paceline.checkpoint.files.file_layout import CopyMemory, FileLayout, image, received
+from paceline.checkpoint.files.disk import PAGE_SIZE
+from paceline.checkpoint.files.file_layout import (
+    CopyMemory,
+    FileLayout,
+    lay_out_snapshot,
+    unpack_layout,
+)
 from paceline.errors import CheckpointError
-from paceline.state.snapshot import Snapshot, lift, pack
+from paceline.state.snapshot import Snapshot, make_snapshot, restore_dtypes
 
 KINDS = [
     torch.float64,
@@ -38,10 +43,10 @@ KINDS += [torch.bool, torch.complex64, torch.complex128, torch.uint16, torch.flo
 def back(found: FileLayout) -> Snapshot:
     """The snapshot that a reader of the two files sees."""
     tree = json.loads(json.dumps(found.tree))
-    data = b"".join(part.numpy().tobytes() for part in found.parts())
+    data = b"".join(part.numpy().tobytes() for part in found.iterate_bytes())
     assert len(data) == found.nbytes
     return Snapshot(
-        tree["version"], tree["tree"], lift(safetensors.torch.load(data), tree["tensors"])
+        tree["version"], tree["tree"], restore_dtypes(safetensors.torch.load(data), tree["tensors"])
     )
 
 
@@ -68,15 +73,15 @@ def tensors(draw: st.DrawFn) -> Tensor:
     )
 )
 def test_any_state_comes_back(value: dict[str, Any]) -> None:
-    wanted = pack(value, version=3)
-    found = image(wanted)
+    wanted = make_snapshot(value, version=3)
+    found = lay_out_snapshot(wanted)
     for each in (
         found,
-        found.hold(CopyMemory(), 0),
-        received(found.dump()),
-        received(found.hold(CopyMemory(), 0).dump()),
+        found.copy_into(CopyMemory(), 0),
+        unpack_layout(found.pack_bytes()),
+        unpack_layout(found.copy_into(CopyMemory(), 0).pack_bytes()),
     ):
-        assert back(each).sha256() == wanted.sha256() and back(each).version == 3
+        assert back(each).compute_sha256() == wanted.compute_sha256() and back(each).version == 3
 
 
 def test_what_is_held_stays_as_it_was() -> None:
@@ -85,27 +90,30 @@ def test_what_is_held_stays_as_it_was() -> None:
         "b": torch.ones(5, dtype=torch.complex64),
         "list": [1, 2],
     }
-    wanted = pack(live).sha256()
-    held = image(pack(live, copy=False)).hold(CopyMemory(), 0)
+    wanted = make_snapshot(live).compute_sha256()
+    held = lay_out_snapshot(make_snapshot(live, copy=False)).copy_into(CopyMemory(), 0)
     live["a"].zero_()  # type: ignore[attr-defined]
     live["b"].zero_()  # type: ignore[attr-defined]
     live["list"].append(3)  # type: ignore[attr-defined]
-    assert back(held).sha256() == wanted
+    assert back(held).compute_sha256() == wanted
 
 
 def test_memory_is_used_again_while_it_is_enough() -> None:
     room = CopyMemory()
-    first, other = room.place(0, 3 * PAGE), room.place(1, PAGE)
-    assert first.data_ptr() % PAGE == 0 and other.data_ptr() % PAGE == 0
-    assert room.place(0, PAGE).data_ptr() == first.data_ptr() and room.place(0, PAGE).nbytes == PAGE
-    assert room.place(0, 3 * PAGE).data_ptr() == first.data_ptr()
-    assert room.place(0, 3 * PAGE + 1).nbytes == 3 * PAGE + 1
-    assert room.place(1, PAGE).data_ptr() == other.data_ptr()
+    first, other = room.get_block(0, 3 * PAGE_SIZE), room.get_block(1, PAGE_SIZE)
+    assert first.data_ptr() % PAGE_SIZE == 0 and other.data_ptr() % PAGE_SIZE == 0
+    assert (
+        room.get_block(0, PAGE_SIZE).data_ptr() == first.data_ptr()
+        and room.get_block(0, PAGE_SIZE).nbytes == PAGE_SIZE
+    )
+    assert room.get_block(0, 3 * PAGE_SIZE).data_ptr() == first.data_ptr()
+    assert room.get_block(0, 3 * PAGE_SIZE + 1).nbytes == 3 * PAGE_SIZE + 1
+    assert room.get_block(1, PAGE_SIZE).data_ptr() == other.data_ptr()
 
 
 def test_children_do_not_have_the_memory() -> None:
     """Else each page would be copied once more after a fork."""
-    held = CopyMemory().place(0, 1 << 20)
+    held = CopyMemory().get_block(0, 1 << 20)
     flags, inside = "", False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -126,4 +134,4 @@ def test_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         CheckpointError,
         match=r"5\.0 MB for a copy of the state .*Cannot allocate memory.* without background=True",
     ):
-        CopyMemory().place(0, 5_000_000)
+        CopyMemory().get_block(0, 5_000_000)

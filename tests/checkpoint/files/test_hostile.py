@@ -23,15 +23,20 @@ import torch
 from torch import nn
 
 from paceline.checkpoint.files import disk
-from paceline.checkpoint.files.block_files import BlockReader, LocalBlocks, plan
-from paceline.checkpoint.files.catalogue import newest
-from paceline.checkpoint.files.checkpoint import WrittenBlocks, load, save, write
+from paceline.checkpoint.files.block_files import BlockReader, LocalBlocks, lay_out_blocks
+from paceline.checkpoint.files.catalogue import list_newest
+from paceline.checkpoint.files.checkpoint import (
+    WrittenBlocks,
+    load_checkpoint,
+    save_checkpoint,
+    write_checkpoint,
+)
 from paceline.checkpoint.files.export import state_dict
-from paceline.checkpoint.files.file_layout import image
-from paceline.checkpoint.files.manifest import sealed
+from paceline.checkpoint.files.file_layout import lay_out_snapshot
+from paceline.checkpoint.files.manifest import seal_manifest
 from paceline.errors import CheckpointError, UsageError
-from paceline.state.snapshot import Snapshot, loads, pack
-from paceline.state.versioned import Versioned
+from paceline.state.snapshot import Snapshot, make_snapshot, snapshot_from_bytes
+from paceline.state.versioned import VersionedState
 
 Damage = Callable[[Path], object]
 
@@ -50,20 +55,23 @@ def whole(mark: float = 1.0) -> Snapshot:
         "maps": [OrderedDict(a=1), Counter("aab"), {0: "zero", "0": "text"}],
         "model": nn.Linear(3, 2).state_dict(),
     }
-    return pack(values, version=3)
+    return make_snapshot(values, version=3)
 
 
 def two(folder: Path) -> Path:
     """Checkpoints of the steps 1 and 2; gives the second one."""
-    own = {0: pack({"mine": torch.ones(2), "step": 1}), 1: pack({"mine": torch.zeros(1)})}
-    save(folder, whole(1.0), 1, own=own)
-    return save(folder, whole(2.0), 2, own=own)
+    own = {
+        0: make_snapshot({"mine": torch.ones(2), "step": 1}),
+        1: make_snapshot({"mine": torch.zeros(1)}),
+    }
+    save_checkpoint(folder, whole(1.0), 1, own=own)
+    return save_checkpoint(folder, whole(2.0), 2, own=own)
 
 
 def seal(path: Path, manifest: dict[str, Any]) -> None:
     """Write a manifest as paceline does."""
     manifest.pop("seal", None)
-    (path / "manifest.json").write_bytes(sealed(manifest))
+    (path / "manifest.json").write_bytes(seal_manifest(manifest))
 
 
 def manifest(path: Path) -> dict[str, Any]:
@@ -83,15 +91,15 @@ def passed_over(folder: Path, *words: str) -> None:
     goes on.
     """
     said: list[str] = []
-    found = load(folder, say=said.append)
-    assert found.step == 1 and float(found.snapshot.unpack()["rows"][0, 0]) == 1
+    found = load_checkpoint(folder, say=said.append)
+    assert found.step == 1 and float(found.snapshot.unpack_state()["rows"][0, 0]) == 1
     assert len(said) == 1 and "\n" not in said[0] and len(said[0]) < 600
     assert said[0].startswith("step-00000002: ") and said[0].endswith(
         "Using step-00000001, which is whole"
     )
     assert all(word in said[0] for word in words), said[0]
     with pytest.raises(CheckpointError, match="can be used: step-00000002"):
-        load(folder, say=said.append, step=2)
+        load_checkpoint(folder, say=said.append, step=2)
 
 
 # What lies in the folder
@@ -142,8 +150,8 @@ def zeros(path: Path) -> None:
 def test_what_is_no_file_is_passed_over(tmp_path: Path, file: str, kind: Damage) -> None:
     kind(two(tmp_path / "c") / file)
     passed_over(tmp_path / "c", f"{file} ")
-    save(tmp_path / "c", whole(3.0), 3, keep=1)
-    assert [path.name for path in newest(tmp_path / "c")] == ["step-00000003"]
+    save_checkpoint(tmp_path / "c", whole(3.0), 3, keep=1)
+    assert [path.name for path in list_newest(tmp_path / "c")] == ["step-00000003"]
 
 
 def test_a_file_of_no_bytes_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
@@ -179,8 +187,8 @@ def test_a_name_leads_nowhere_else(
     head = manifest(path)
     head["files"][name] = {"nbytes": 0, "sha256": hashlib.sha256(b"").hexdigest()}
     seal(path, head)
-    opened, how = [], disk.opened
-    monkeypatch.setattr(disk, "opened", lambda path: opened.append(path) or how(path))
+    opened, how = [], disk.open_plain_file
+    monkeypatch.setattr(disk, "open_plain_file", lambda path: opened.append(path) or how(path))
     passed_over(tmp_path / "c")
     assert {found.parent.parent for found in opened} == {tmp_path / "c"}
     assert {found.name for found in opened} <= {*manifest(path)["files"], "manifest.json"} - (
@@ -195,7 +203,7 @@ def test_what_is_left_of_a_save_may_be_anything(tmp_path: Path) -> None:
     (tmp_path / "c" / ".saving-link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "c" / ".saving-file").touch()
     os.mkfifo(tmp_path / "c" / ".saving-pipe")
-    save(tmp_path / "c", whole(3.0), 3)
+    save_checkpoint(tmp_path / "c", whole(3.0), 3)
     assert (
         not list((tmp_path / "c").glob(".saving*")) and (tmp_path / "elsewhere" / "kept").exists()
     )
@@ -204,8 +212,8 @@ def test_what_is_left_of_a_save_may_be_anything(tmp_path: Path) -> None:
 def test_a_link_to_nowhere_in_the_place_of_the_next_one(tmp_path: Path) -> None:
     two(tmp_path)
     (tmp_path / "step-00000003").symlink_to("nowhere")
-    assert save(tmp_path, whole(3.0), 3).name == "step-00000003.2"
-    assert load(tmp_path, say=print).step == 3
+    assert save_checkpoint(tmp_path, whole(3.0), 3).name == "step-00000003.2"
+    assert load_checkpoint(tmp_path, say=print).step == 3
 
 
 def test_checkpoints_that_are_a_link_to_nowhere(tmp_path: Path) -> None:
@@ -214,9 +222,9 @@ def test_checkpoints_that_are_a_link_to_nowhere(tmp_path: Path) -> None:
         CheckpointError,
         match=r"step 1 was not saved: .*File exists.*Check that .*c can be written; there is none in",  # noqa: E501
     ):
-        save(tmp_path / "c", whole(), 1)
+        save_checkpoint(tmp_path / "c", whole(), 1)
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        load(tmp_path / "c", say=print)
+        load_checkpoint(tmp_path / "c", say=print)
 
 
 # What stands in the files
@@ -321,7 +329,7 @@ def test_what_is_made_up_is_passed_over(tmp_path: Path, kind: str) -> None:
 def test_a_manifest_that_is_made_up_is_passed_over(tmp_path: Path, text: str) -> None:
     (two(tmp_path) / "manifest.json").write_text(text)
     passed_over(tmp_path, "manifest.json is damaged")
-    save(tmp_path, whole(3.0), 3)
+    save_checkpoint(tmp_path, whole(3.0), 3)
 
 
 def test_a_manifest_without_end_is_not_read(tmp_path: Path) -> None:
@@ -339,13 +347,13 @@ def test_a_part_of_a_table_that_is_made_up_is_named(tmp_path: Path) -> None:
     )
     note(path, "table-000-00000.safetensors")
     note(path, "table-000-00000.json")
-    found = load(tmp_path, say=print)
-    assert found.step == 2 and found.more == ("table-000-00000",)
+    found = load_checkpoint(tmp_path, say=print)
+    assert found.step == 2 and found.extra_states == ("table-000-00000",)
     with pytest.raises(
         CheckpointError,
         match=r"step-00000002: table-000-00000\.json can't be used: another version of paceline",
     ):
-        found.part("table-000-00000")
+        found.read_state("table-000-00000")
 
 
 @pytest.mark.parametrize(
@@ -353,7 +361,7 @@ def test_a_part_of_a_table_that_is_made_up_is_named(tmp_path: Path) -> None:
 )
 def test_a_state_of_nothing_that_is_here(found: Any) -> None:
     with pytest.raises(CheckpointError):
-        Versioned(model=nn.Linear(3, 2)).restore(pack(found))
+        VersionedState(model=nn.Linear(3, 2)).restore_snapshot(make_snapshot(found))
 
 
 # At random
@@ -475,12 +483,14 @@ def test_any_change_is_used_rightly_or_passed_over(tmp_path: Path, count: int) -
     for number in range(count):
         file = hurt(path, draw)
         said: list[str] = []
-        found = load(tmp_path, say=said.append)
-        found.snapshot.unpack()
-        for snapshot in found.own.values():
-            snapshot.unpack()
+        found = load_checkpoint(tmp_path, say=said.append)
+        found.snapshot.unpack_state()
+        for snapshot in found.worker_snapshots.values():
+            snapshot.unpack_state()
         used += found.step == 2
-        if found.step == 1 and newest(tmp_path)[0] == path:  # or it is said to be the older one
+        if (
+            found.step == 1 and list_newest(tmp_path)[0] == path
+        ):  # or it is said to be the older one
             known = (*clean, "its folder has been renamed", "of a newer paceline")
             assert (
                 len(said) == 1
@@ -494,7 +504,7 @@ def test_any_change_is_used_rightly_or_passed_over(tmp_path: Path, count: int) -
 
 def test_any_bytes_that_come_are_a_snapshot_or_refused() -> None:
     """As servers and newcomers are sent them."""
-    data, draw, read = whole().dumps(), random.Random(5), 0
+    data, draw, read = whole().to_bytes(), random.Random(5), 0
     length = int.from_bytes(data[:8], "little")
     for _ in range(1500):
         hurt_ones = bytearray(data)
@@ -507,7 +517,7 @@ def test_any_bytes_that_come_are_a_snapshot_or_refused() -> None:
             for _ in range(draw.randint(1, 3)):
                 hurt_ones[draw.randrange(len(data))] = draw.randrange(256)
         with contextlib.suppress(CheckpointError):
-            loads(bytes(hurt_ones)).unpack()
+            snapshot_from_bytes(bytes(hurt_ones)).unpack_state()
             read += 1
     assert 50 < read < 1450
 
@@ -520,7 +530,7 @@ FULL = torch.arange(24.0).view(4, 6)
 
 def cut(folder: Path, step: int) -> Path:
     """A checkpoint of two workers that have the left and the right of a weight."""
-    state = pack(
+    state = make_snapshot(
         {
             "model": {
                 "weight": FULL,
@@ -537,17 +547,23 @@ def cut(folder: Path, step: int) -> Path:
         for number, columns in enumerate(((0, 2), (2, 6))):
             piece = (((0, 4), columns), FULL[:, slice(*columns)])
             layouts.append(
-                plan(number, {"model/weight": LocalBlocks(FULL.dtype, (4, 6), (piece,))})
+                lay_out_blocks(number, {"model/weight": LocalBlocks(FULL.dtype, (4, 6), (piece,))})
             )
         return [
             WrittenBlocks(
-                {each.file: disk.write(place / each.file, each.layout.parts())}, each.index
+                {each.file: disk.write_file(place / each.file, each.layout.iterate_bytes())},
+                each.index,
             )
             for each in layouts
         ]
 
-    return write(
-        folder, image(Snapshot(step, state.tree, rest)), step, own={}, keep=3, blocks=blocks
+    return write_checkpoint(
+        folder,
+        lay_out_snapshot(Snapshot(step, state.tree, rest)),
+        step,
+        own={},
+        keep=3,
+        blocks=blocks,
     )
 
 
@@ -640,7 +656,7 @@ def test_blocks_that_are_made_up_are_passed_over(tmp_path: Path, kind: str, *, l
     cut(tmp_path, 1)
     WRONG_BLOCKS[kind](cut(tmp_path, 2))
     said: list[str] = []
-    assert load(tmp_path, say=said.append, lazy=lazy).step == 1
+    assert load_checkpoint(tmp_path, say=said.append, lazy=lazy).step == 1
     assert (
         len(said) == 1
         and "\n" not in said[0]
@@ -660,9 +676,9 @@ def test_a_shape_of_what_is_not_cut_is_refused(tmp_path: Path, shape: Any) -> No
     (path / "state.json").write_text(json.dumps(head))
     note(path, "state.json")
     for lazy in (False, True):
-        found = load(tmp_path, say=lambda _: None, lazy=lazy)
+        found = load_checkpoint(tmp_path, say=lambda _: None, lazy=lazy)
         assert found.step == 1 or (
-            shape == [-1] and found.snapshot.unpack()["model"]["mark"].tolist() == [1, 1]
+            shape == [-1] and found.snapshot.unpack_state()["model"]["mark"].tolist() == [1, 1]
         )
     data = (path / "tensors.safetensors").read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -674,7 +690,7 @@ def test_a_shape_of_what_is_not_cut_is_refused(tmp_path: Path, shape: Any) -> No
     )
     note(path, "tensors.safetensors")
     for lazy in (False, True):
-        assert load(tmp_path, say=lambda _: None, lazy=lazy).step == 1
+        assert load_checkpoint(tmp_path, say=lambda _: None, lazy=lazy).step == 1
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -688,10 +704,10 @@ def test_any_change_of_blocks_is_used_rightly_or_passed_over(tmp_path: Path, *, 
         mutate(head, draw)
         (path / file).write_text(json.dumps(head))
         note(path, file)
-        found = load(tmp_path, say=lambda _: None, lazy=lazy)
+        found = load_checkpoint(tmp_path, say=lambda _: None, lazy=lazy)
         with contextlib.suppress(CheckpointError), BlockReader(found.path, found.index) as reader:
             for name in reader.index:
-                reader.read(name)
+                reader.read_rectangle(name)
         with contextlib.suppress(CheckpointError, UsageError):
             state_dict(found.path)
         used += found.step == 2

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 
-from paceline.cluster.control.calls import CallChannel, channel, judge
+from paceline.cluster.control.calls import CallChannel, make_channel, make_verdict_sender
 from paceline.cluster.hosts.peers import Failure
 
 
@@ -16,8 +16,8 @@ def descriptors() -> set[str]:
 
 def test_messages_and_their_files() -> None:
     before = descriptors()
-    mine, theirs = channel()
-    sender = CallChannel.inherited(theirs.fileno())
+    mine, theirs = make_channel()
+    sender = CallChannel.from_descriptor(theirs.fileno())
     assert mine.receive() is None
     assert sender.send("result", {"number": 1}, lambda file: file.write(b"x" * 1_000_000))
     assert sender.send("called", {"number": 2})
@@ -39,16 +39,16 @@ def test_messages_and_their_files() -> None:
 
 
 def test_an_end_that_is_inherited_goes_to_no_program() -> None:
-    mine, theirs = channel()
+    mine, theirs = make_channel()
     os.set_inheritable(theirs.fileno(), True)
-    sender = CallChannel.inherited(theirs.fileno())
+    sender = CallChannel.from_descriptor(theirs.fileno())
     assert not os.get_inheritable(theirs.fileno()) and not os.get_inheritable(sender.fileno())
     for end in (mine, sender, theirs):
         end.close()
 
 
 def test_who_doesn_t_wait_drops_and_who_waits_finds_out_that_nobody_reads() -> None:
-    mine, theirs = channel()
+    mine, theirs = make_channel()
     sender = CallChannel(theirs)
     sent = [sender.send("status", {"step": step}, waits=False) for step in range(1000)]
     assert sent[0] and not sent[-1]
@@ -63,9 +63,9 @@ def test_who_doesn_t_wait_drops_and_who_waits_finds_out_that_nobody_reads() -> N
 
 
 def test_a_launcher_tells_who_failed_first() -> None:
-    assert judge(None) is None
-    mine, theirs = channel()
-    tell = judge((0, theirs.fileno()))
+    assert make_verdict_sender(None) is None
+    mine, theirs = make_channel()
+    tell = make_verdict_sender((0, theirs.fileno()))
     assert tell is not None
     tell(Failure(3, "here", 1, "failed with exit code 1", tail="so it was"))
     message = mine.receive()

@@ -8,7 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cluster.control.commands import ASK, CommandPipe, Member, Roster, asked, named
+from paceline.cluster.control.commands import (
+    ASK_COMMAND,
+    CommandPipe,
+    Member,
+    Roster,
+    make_worker_number,
+    wait_for_question,
+)
 
 
 def roster(number: int, *workers: int, broken: bool = False) -> Roster:
@@ -26,11 +33,13 @@ class Launcher:
         self.tripped: list[int] = []  # the latest view that was known then
 
     def arm(self, number: int, *needed: int) -> None:
-        self.orders.arm(number, frozenset(needed), lambda: self.tripped.append(self.orders.latest))
+        self.orders.watch_breaking_views(
+            number, frozenset(needed), lambda: self.tripped.append(self.orders.latest_view)
+        )
 
     def tell(self, *views: Roster) -> None:
         os.write(self.told, b"".join(view.dump() for view in views))
-        assert self.orders.newer(views[-1].number - 1, 60.0) is not None
+        assert self.orders.wait_for_newer_view(views[-1].number - 1, 60.0) is not None
 
 
 @pytest.fixture
@@ -41,12 +50,12 @@ def launcher() -> Iterator[Launcher]:
 
 
 def test_a_worker_s_number_tells_its_port() -> None:
-    assert Member(named(77, 40_123), 0, "box", "10.0.0.1").port == 40_123
-    assert named(1, 40_123) != named(2, 40_123)
+    assert Member(make_worker_number(77, 40_123), 0, "box", "10.0.0.1").port == 40_123
+    assert make_worker_number(1, 40_123) != make_worker_number(2, 40_123)
 
 
 def test_a_roster_is_its_line() -> None:
-    one = Roster(3, (Member(named(5, 9), 1, "böx", "::1"),), broken=True)
+    one = Roster(3, (Member(make_worker_number(5, 9), 1, "böx", "::1"),), broken=True)
     assert Roster.load(one.dump()) == one and one.dump().endswith(b"\n")
 
 
@@ -76,11 +85,14 @@ def test_what_came_before_arming_counts_and_what_is_older_does_not(launcher: Lau
 
 def test_waits_end_in_time(launcher: Launcher) -> None:
     launcher.arm(1, 10)
-    assert launcher.orders.newer(1, 0.1) is None and launcher.orders.breaking(0.1) is None
+    assert (
+        launcher.orders.wait_for_newer_view(1, 0.1) is None
+        and launcher.orders.wait_for_breaking_view(0.1) is None
+    )
     threading.Timer(
         0.1, lambda: os.write(launcher.told, roster(2, 10).dump() + roster(3, 11).dump())
     ).start()
-    found = launcher.orders.breaking(60.0)
+    found = launcher.orders.wait_for_breaking_view(60.0)
     assert found is not None and found.number == 3
 
 
@@ -88,10 +100,13 @@ def test_who_waits_for_a_view_that_breaks_hears_of_one_that_does_not(launcher: L
     launcher.arm(1, 10)
     launcher.tell(roster(2, 10))
     threading.Timer(0.1, lambda: os.write(launcher.told, roster(3, 10, 11).dump())).start()
-    assert launcher.orders.breaking(0.1, 2) is None and launcher.orders.breaking(60.0, 2) is None
-    assert launcher.orders.latest == 3
+    assert (
+        launcher.orders.wait_for_breaking_view(0.1, 2) is None
+        and launcher.orders.wait_for_breaking_view(60.0, 2) is None
+    )
+    assert launcher.orders.latest_view == 3
     launcher.tell(roster(4, 10, broken=True))
-    found = launcher.orders.breaking(60.0, 4)
+    found = launcher.orders.wait_for_breaking_view(60.0, 4)
     assert found is not None and found.number == 4
 
 
@@ -100,15 +115,15 @@ def test_it_is_asked_where_it_is() -> None:
     heard, told = os.pipe()
     orders = CommandPipe(heard, asked.set)
     os.write(told, b'{"ask": true}\n')
-    assert asked.wait(60.0) and orders.latest == 0
+    assert asked.wait(60.0) and orders.latest_view == 0
     os.close(told)
 
 
 def test_a_worker_that_is_told_nothing_else_is_asked_too() -> None:
     heard, told = os.pipe()
-    assert not asked(heard, 0.01)
-    os.write(told, ASK)
-    assert asked(heard, 60.0) and not asked(heard, 0.01)
+    assert not wait_for_question(heard, 0.01)
+    os.write(told, ASK_COMMAND)
+    assert wait_for_question(heard, 60.0) and not wait_for_question(heard, 0.01)
     os.close(told)
-    assert not asked(heard, 0.01)  # the launcher is gone
+    assert not wait_for_question(heard, 0.01)  # the launcher is gone
     os.close(heard)

@@ -11,11 +11,18 @@ import pytest
 
 from paceline.cluster import network
 from paceline.cluster.hosts.admission import MeetingPoint
-from paceline.cluster.hosts.elastic import ElasticPeers, enter
+from paceline.cluster.hosts.elastic import ElasticPeers, connect_joining_host
 from paceline.cluster.hosts.membership import HostSeat, View
-from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble, seek
+from paceline.cluster.hosts.rendezvous import (
+    Admission,
+    FixedPeers,
+    Meeting,
+    Offer,
+    assemble_hosts,
+    seek_admission,
+)
 from paceline.errors import DeadlineExceeded, PlaceError
-from paceline.timings import DEFAULTS, MembershipTimings, Timings
+from paceline.timings import DEFAULT_TIMINGS, MembershipTimings, Timings
 from tests.harness.elastic_peers import SECRET, run
 from tests.harness.jobs import free_port
 
@@ -25,7 +32,7 @@ RUN = '["runs/x", 7]'
 class Running:
     """A job of one host that runs, and newcomers to it."""
 
-    def __init__(self, point: tuple[str, int], timings: Timings = DEFAULTS) -> None:
+    def __init__(self, point: tuple[str, int], timings: Timings = DEFAULT_TIMINGS) -> None:
         self.point, self._timings = point, timings
         self.all: list[ElasticPeers] = []
         self._threads = ThreadPoolExecutor(4)
@@ -33,27 +40,27 @@ class Running:
     def start(self) -> None:
         """Its only launcher, as yet."""
         self.first = self.launcher(0, None)
-        self.first.run = RUN
+        self.first.run_facts = RUN
         self.all.append(self.first)
         # it listens at the port of the meeting point, too
-        run([self.first], lambda: len(self.first.descriptors()) == 2)
+        run([self.first], lambda: len(self.first.list_descriptors()) == 2)
 
     def launcher(self, host: int, view: View | None) -> ElasticPeers:
         """A launcher of the job; its door is open."""
-        listening = network.listen("127.0.0.1")
+        listening = network.open_listener("127.0.0.1")
         facts = {"name": f"h{host}", "address": "127.0.0.1", "port": listening.getsockname()[1]}
         view = view or View(1, (HostSeat(0, (10, 11), facts),), 1)
         return ElasticPeers(
             host,
             view,
-            enter(view, host, SECRET),
+            connect_joining_host(view, host, SECRET),
             MeetingPoint(listening, SECRET, self.point, timings=self._timings),
             timings=self._timings,
         )
 
     def meeting(self, *, deadline: float = 8.0, hosts: int = 1, elastic: bool = True) -> Meeting:
         """What a newcomer brings."""
-        self.listening = network.listen("127.0.0.1")
+        self.listening = network.open_listener("127.0.0.1")
         offer = Offer(
             "new",
             2,
@@ -68,14 +75,14 @@ class Running:
         return Meeting(self.point, SECRET, offer, hosts, None, deadline)
 
     def asks(self, meeting: Meeting) -> Future[FixedPeers | Admission]:
-        return self._threads.submit(assemble, meeting)
+        return self._threads.submit(assemble_hosts, meeting)
 
     def until(self, done: Future[FixedPeers | Admission]) -> None:
         run(self.all, done.done)
 
     def enters(self, place: Admission) -> ElasticPeers:
         door = MeetingPoint(self.listening, SECRET, self.point)
-        calling = self._threads.submit(enter, place.view, place.host, SECRET)
+        calling = self._threads.submit(connect_joining_host, place.view, place.host, SECRET)
         run(self.all, calling.done)
         self.all.append(ElasticPeers(place.host, place.view, calling.result(), door))
         return self.all[-1]
@@ -88,7 +95,7 @@ class Running:
 
 @pytest.fixture
 def job(request: pytest.FixtureRequest) -> Iterator[Running]:
-    found = Running(("127.0.0.1", free_port()), getattr(request, "param", DEFAULTS))
+    found = Running(("127.0.0.1", free_port()), getattr(request, "param", DEFAULT_TIMINGS))
     found.start()
     yield found
     found.close()
@@ -104,16 +111,16 @@ def test_a_newcomer_is_told_of_a_view_that_has_it(job: Running) -> None:
         11,
     )
     second = job.enters(place)
-    second.come([20])
+    second.report_new_workers([20])
     run(job.all, lambda: job.first.view.workers == second.view.workers == (10, 11, 20))
 
 
 def test_it_waits_until_the_run_can_be_joined(job: Running) -> None:
-    job.first.run = None
+    job.first.run_facts = None
     asked = job.asks(job.meeting())
     with pytest.raises(AssertionError):
         run(job.all, asked.done, 1.0)
-    job.first.run = RUN
+    job.first.run_facts = RUN
     job.until(asked)
     assert isinstance(asked.result(), Admission)
 
@@ -124,7 +131,7 @@ def test_it_waits_until_the_run_can_be_joined(job: Running) -> None:
 def test_who_is_taken_in_and_never_calls_is_left_out_again(job: Running) -> None:
     job.until(job.asks(job.meeting()))
     run(job.all, lambda: job.first.view.hosts == (0,))
-    assert not job.first.membership.stranded
+    assert not job.first.membership.is_stranded
 
 
 @pytest.mark.parametrize("why", ["closing", "other options"])
@@ -159,4 +166,4 @@ def test_who_waits_at_the_meeting_point_is_invited() -> None:
 
 def test_nobody_answers(job: Running) -> None:
     with pytest.raises(DeadlineExceeded, match=r"127.0.0.1:1\b"):
-        seek([("127.0.0.1", 1)], job.meeting(deadline=0.5))
+        seek_admission([("127.0.0.1", 1)], job.meeting(deadline=0.5))

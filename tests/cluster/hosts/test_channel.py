@@ -7,13 +7,13 @@ import threading
 import time
 
 from paceline.cluster import network
-from paceline.cluster.hosts.channel import Channel, hang_up, ready
+from paceline.cluster.hosts.channel import Channel, close_channels, wait_ready
 from tests.harness.jobs import PATIENCE
 
 
 def connected() -> tuple[Channel, Channel]:
     """Two ends of a connection whose second one has room for few bytes that nobody has read."""
-    with network.listen("127.0.0.1") as listening:
+    with network.open_listener("127.0.0.1") as listening:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         client.connect(listening.getsockname())
@@ -28,14 +28,14 @@ def test_the_last_messages_arrive_though_the_other_side_has_said_something_meanw
     """
     server, client = connected()
     client.send({"kind": "beat"})
-    ready([server.fileno()], PATIENCE)
+    wait_ready([server.fileno()], PATIENCE)
     text = "x" * 3000
     for number in range(100):
         server.send({"number": number, "text": text})
-    closing = threading.Thread(target=hang_up, args=([server], PATIENCE))
+    closing = threading.Thread(target=close_channels, args=([server], PATIENCE))
     closing.start()
     for number in range(100):
-        assert client.wait(time.monotonic() + PATIENCE)["number"] == number
+        assert client.wait_for_message(time.monotonic() + PATIENCE)["number"] == number
     closing.join()
     assert server.fileno() == -1
     client.close()
@@ -43,9 +43,9 @@ def test_the_last_messages_arrive_though_the_other_side_has_said_something_meanw
 
 def test_who_never_reads_is_not_waited_for_longer_than_asked() -> None:
     server, client = connected()
-    while not network.unacknowledged(server.connection):
+    while not network.count_unacknowledged_bytes(server.connection):
         server.send({"text": "x" * 3000})
-    hang_up([server], 0.05)
+    close_channels([server], 0.05)
     assert server.fileno() == -1
     client.close()
 
@@ -53,6 +53,6 @@ def test_who_never_reads_is_not_waited_for_longer_than_asked() -> None:
 def test_who_has_hung_up_is_not_waited_for() -> None:
     server, client = connected()
     client.close()
-    ready([server.fileno()], PATIENCE)
-    hang_up([server], float("inf"))
+    wait_ready([server.fileno()], PATIENCE)
+    close_channels([server], float("inf"))
     assert server.fileno() == -1

@@ -11,27 +11,31 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster import network
-from paceline.cluster.hosts.elastic import ElasticPeers, connect_all
+from paceline.cluster.hosts.elastic import ElasticPeers, connect_all_launchers
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import Failure, LateCall
 from paceline.cluster.hosts.rendezvous import Offer
 from paceline.errors import DeadlineExceeded
-from paceline.timings import DEFAULTS, MembershipTimings, Timings
+from paceline.timings import DEFAULT_TIMINGS, MembershipTimings, Timings
 from tests.harness.elastic_peers import SECRET, run
 
 
 def meet(
-    size: int, *, absent: int | None = None, seconds: float = 60.0, timings: Timings = DEFAULTS
+    size: int,
+    *,
+    absent: int | None = None,
+    seconds: float = 60.0,
+    timings: Timings = DEFAULT_TIMINGS,
 ) -> list[ElasticPeers | Exception]:
     """The launchers of so many hosts with two workers each, connected; or what went wrong on
     each.
     """
-    sockets = [network.listen("127.0.0.1") for _ in range(size)]
+    sockets = [network.open_listener("127.0.0.1") for _ in range(size)]
     offers = [
         Offer(f"h{n}", 2, "127.0.0.1", "m", 1, 2, "block", (10 * n, 10 * n + 1), s.getsockname()[1])
         for n, s in enumerate(sockets)
     ]
-    view = View(1, tuple(HostSeat(n, o.numbers, o.facts) for n, o in enumerate(offers)), size)
+    view = View(1, tuple(HostSeat(n, o.numbers, o.seat_facts) for n, o in enumerate(offers)), size)
     found: list[ElasticPeers | Exception] = [RuntimeError("absent")] * size
 
     if absent is not None:
@@ -39,7 +43,7 @@ def meet(
 
     def come(host: int) -> None:
         try:
-            channels = connect_all(offers, host, sockets[host], SECRET, seconds)
+            channels = connect_all_launchers(offers, host, sockets[host], SECRET, seconds)
             found[host] = ElasticPeers(host, view, channels, timings=timings)
         except Exception as error:  # noqa: BLE001
             found[host] = error
@@ -77,17 +81,17 @@ def workers(assembly: ElasticPeers) -> tuple[int, ...]:
 
 
 def test_all_are_told_of_a_worker_that_died_and_of_one_that_came(three: list[ElasticPeers]) -> None:
-    three[2].lost([20])
+    three[2].report_lost_workers([20])
     run(three, lambda: all(workers(each) == (0, 1, 10, 11, 21) for each in three))
-    three[1].come([15])
+    three[1].report_new_workers([15])
     run(three, lambda: all(workers(each) == (0, 1, 10, 11, 15, 21) for each in three))
     assert [[roster.number for roster in each.rosters] for each in three] == [[2, 3]] * 3
     assert not any(roster.broken for each in three for roster in each.rosters)
 
 
 def test_two_hosts_lose_workers_at_once(three: list[ElasticPeers]) -> None:
-    three[0].lost([0])
-    three[2].lost([21])
+    three[0].report_lost_workers([0])
+    three[2].report_lost_workers([21])
     run(three, lambda: all(workers(each) == (1, 10, 11, 20) for each in three))
 
 
@@ -97,7 +101,7 @@ def test_the_others_go_on_when_a_launcher_hangs_up(three: list[ElasticPeers], go
     three[gone].close()
     # long before it would be missed
     run(rest, lambda: all(len(workers(each)) == 4 for each in rest))
-    assert all(each.view.seat(gone) is None for each in rest)
+    assert all(each.view.find_seat(gone) is None for each in rest)
 
 
 @pytest.mark.slow
@@ -110,12 +114,12 @@ def test_hosts_that_leave_are_not_missed(
     """
     left = list(three)
     for host in leavers:
-        three[host].leave()
-        run(left, lambda host=host: three[host].parted)
+        three[host].announce_leaving()
+        run(left, lambda host=host: three[host].has_parted)
         three[host].close()
         left.remove(three[host])
     run(left, lambda: left[0].view.hosts == (3 - sum(leavers),))
-    assert left[0].verdict is None and left[0].parted
+    assert left[0].verdict is None and left[0].has_parted
 
 
 @pytest.mark.parametrize(
@@ -125,17 +129,17 @@ def test_hosts_that_leave_are_not_missed(
     ids=["short"],
 )
 def test_a_launcher_that_says_nothing_is_left_out(three: list[ElasticPeers]) -> None:
-    heard = min(each._channels[2].heard for each in three[:2])
+    heard = min(each._channels[2].heard_at for each in three[:2])
     run(three[:2], lambda: all(workers(each) == (0, 1, 10, 11) for each in three[:2]))
     assert time.monotonic() - heard >= 1.0
 
 
 def test_one_that_waited_for_the_last_one_is_not(three: list[ElasticPeers]) -> None:
     for channel in three[0]._channels.values():
-        channel.heard -= 2000.0  # nothing is said while hosts wait until all are connected
+        channel.heard_at -= 2000.0  # nothing is said while hosts wait until all are connected
     peers = ElasticPeers(0, three[0].view, three[0]._channels, timings=PATIENT)
-    peers.tick()
-    assert peers.verdict is None and not peers.membership.stranded
+    peers.run_timers()
+    assert peers.verdict is None and not peers.membership.is_stranded
 
 
 def test_who_is_cut_off_stops_and_says_so(three: list[ElasticPeers]) -> None:
@@ -146,7 +150,7 @@ def test_who_is_cut_off_stops_and_says_so(three: list[ElasticPeers]) -> None:
         lambda: three[2].verdict is not None and all(len(workers(each)) == 4 for each in three[:2]),
     )
     verdict = three[2].verdict
-    assert verdict is not None and verdict.line() == (
+    assert verdict is not None and verdict.summary_line() == (
         "paceline: host h2 was cut off from the other hosts: fewer than half of the hosts are "
         "within reach, so it stops here"
     )
@@ -154,13 +158,13 @@ def test_who_is_cut_off_stops_and_says_so(three: list[ElasticPeers]) -> None:
 
 
 def test_a_new_view_for_those_whose_connections_broke(three: list[ElasticPeers]) -> None:
-    three[1].renew(1)
+    three[1].request_renewal(1)
     run(three, lambda: all(each.rosters for each in three))
     assert [
         (each.rosters[-1].number, each.rosters[-1].broken, len(each.rosters[-1].workers))
         for each in three
     ] == [(2, True, 6)] * 3
-    three[1].renew(1)  # too late: there is a new one
+    three[1].request_renewal(1)  # too late: there is a new one
     began = time.monotonic()
     run(three, lambda: time.monotonic() - began > 0.5)
     assert {each.view.number for each in three} == {2}
@@ -181,15 +185,19 @@ def test_a_failure_and_a_signal_reach_all(three: list[ElasticPeers]) -> None:
     three[1].tell_stopped(15)
     run(
         three,
-        lambda: all(each.verdict is not None for each in three) and three[0].stopped == (15, "h1"),
+        lambda: (
+            all(each.verdict is not None for each in three) and three[0].stop_request == (15, "h1")
+        ),
     )
-    assert three[0].verdict is not None and three[0].verdict.line() == failure.line()
+    assert (
+        three[0].verdict is not None and three[0].verdict.summary_line() == failure.summary_line()
+    )
 
 
 def test_a_call_in_which_workers_wait_reaches_all(three: list[ElasticPeers]) -> None:
     late = LateCall(40, "backward of step 20", True)
     three[1].tell_late(late)
-    run(three, lambda: all(each.late == {40: late} for each in three))
+    run(three, lambda: all(each.late_calls == {40: late} for each in three))
 
 
 def test_who_does_not_come_is_named() -> None:

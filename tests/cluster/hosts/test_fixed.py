@@ -101,8 +101,8 @@ class TestCouncil:
             # nothing is said while hosts wait to be as many as they have to be
             link.heard -= 1000.0
         peers = FixedPeers(members[0].table, members[0].host_rank, members[0]._channels, server=0)
-        peers.tick()
-        assert len(peers.descriptors()) == 2
+        peers.run_timers()
+        assert len(peers.list_descriptors()) == 2
 
     def test_heartbeats_keep_it_alive(self, councils, monkeypatch):
         members, clock = (
@@ -149,16 +149,16 @@ class TestRestarts:
         """Let all end with this sequel, and return the connections that are left."""
         for number, council in enumerate(members):
             council.tell_ended(HostReport(folder=f"{number}", runs=1))
-        turn(*members, until=lambda: members[0].ended is not None)
-        assert {number: report.folder for number, report in members[0].ended.items()} == {
+        turn(*members, until=lambda: members[0].host_reports is not None)
+        assert {number: report.folder for number, report in members[0].host_reports.items()} == {
             number: f"{number}" for number in range(len(members))
         }
-        assert all(council.ended is None for council in members[1:])
+        assert all(council.host_reports is None for council in members[1:])
         members[0].tell_sequel(sequel)
         turn(*members, until=lambda: all(council.sequel == sequel for council in members))
         for council in members:
             council.close()
-        return [council.links() for council in members]
+        return [council.hand_over_links() for council in members]
 
     def test_one_decides_for_all_that_are_there(self, councils):
         members = councils("a", "b", "c")
@@ -181,11 +181,11 @@ class TestRestarts:
     def test_connections_stay_where_the_job_starts_again(self, councils):
         links = self.kept(councils("a", "b", "c"), self.AGAIN)
         assert [{*each.channels} for each in links] == [{1, 2}, {0}, {0}] and not any(
-            each.lost for each in links
+            each.is_host_missing for each in links
         )
         for each in links:
             each.close()
-        assert all(each.lost for each in links)
+        assert all(each.is_host_missing for each in links)
 
     def test_nothing_stays_where_it_doesnt(self, councils):
         assert not any(each.channels for each in self.kept(councils("a", "b"), Sequel("")))
@@ -213,7 +213,7 @@ class TestRestarts:
         try:
             assert [council.host_rank for council in members] == [0, 1, 2]
             assert all(
-                [offer.name for offer in council.table] == ["a", "x", "c"] for council in members
+                [offer.name for offer in council.offers] == ["a", "x", "c"] for council in members
             )
             assert all(council.state == self.AGAIN.state for council in members)
         finally:
@@ -228,7 +228,7 @@ class TestRestarts:
             for n, (name, link) in enumerate(zip("bc", links[1:], strict=True))
         ]
         members = [future.result() for future in gather(*meetings)]
-        assert [[offer.name for offer in council.table] for council in members] == [["b", "c"]] * 2
+        assert [[offer.name for offer in council.offers] for council in members] == [["b", "c"]] * 2
         for council in members:
             council.close()
 
@@ -243,7 +243,7 @@ class TestRestarts:
         ]
         for future in gather(*others if asked else others[:1]):
             stop = future.exception()
-            assert isinstance(stop, JobStopped) and (stop.number, stop.host, stop.here) == (
+            assert isinstance(stop, JobStopped) and (stop.signum, stop.host, stop.is_here) == (
                 signal.SIGTERM,
                 "abc"[asked],
                 False,
@@ -254,15 +254,15 @@ class TestRestarts:
         them of the stop before.
         """
         links, port = self.kept(councils("a", "b", "c"), self.AGAIN), free_port()
-        links[2].stop(JobStopped(signal.SIGTERM, "c"), 5.0)
+        links[2].stop_job(JobStopped(signal.SIGTERM, "c"), 5.0)
         others = [
             invitation(name, port, hosts=3, links=link, deadline=60.0)
             for name, link in zip("ab", links[:2], strict=True)
         ]
-        with network.listen("127.0.0.1", port):
+        with network.open_listener("127.0.0.1", port):
             for future in gather(*others):
                 stop = future.exception()
-                assert isinstance(stop, JobStopped) and (stop.number, stop.host) == (
+                assert isinstance(stop, JobStopped) and (stop.signum, stop.host) == (
                     signal.SIGTERM,
                     "c",
                 )

@@ -17,13 +17,13 @@ import pytest
 
 from paceline.cluster import network
 from paceline.cluster.hosts.admission import MeetingPoint
-from paceline.cluster.hosts.channel import Channel, call, ready
-from paceline.cluster.hosts.elastic import ElasticPeers, connect_all
-from paceline.cluster.hosts.handshake import MOST, Handshakes
+from paceline.cluster.hosts.channel import Channel, introduce_launcher, wait_ready
+from paceline.cluster.hosts.elastic import ElasticPeers, connect_all_launchers
+from paceline.cluster.hosts.handshake import MOST_CALLERS, Handshakes
 from paceline.cluster.hosts.membership import HostSeat, View
-from paceline.cluster.hosts.rendezvous import Offer, assemble
+from paceline.cluster.hosts.rendezvous import Offer, assemble_hosts
 from paceline.errors import SecretError
-from paceline.timings import DEFAULTS
+from paceline.timings import DEFAULT_TIMINGS
 from tests.harness import strangers
 from tests.harness.handshakes import HELLO, OFFER, SECRET, meeting, offered, senseless, waiting
 from tests.harness.jobs import PATIENCE, free_port
@@ -33,7 +33,7 @@ class Porter:
     """A lobby at work in a thread; `came` is who was handed on."""
 
     def __init__(self) -> None:
-        self.listening = network.listen("127.0.0.1")
+        self.listening = network.open_listener("127.0.0.1")
         self.listening.setblocking(False)
         self.point = self.listening.getsockname()
         self.said: list[str] = []
@@ -46,13 +46,15 @@ class Porter:
 
     def _run(self) -> None:
         while not self._over:
-            for descriptor in ready([self.listening.fileno(), *self.lobby.descriptors()], 0.02):
+            for descriptor in wait_ready(
+                [self.listening.fileno(), *self.lobby.list_descriptors()], 0.02
+            ):
                 if descriptor == self.listening.fileno():
-                    self.lobby.let_in(self.listening)
-                elif (came := self.lobby.hear(descriptor)) is not None:
+                    self.lobby.accept_callers(self.listening)
+                elif (came := self.lobby.receive_first_message(descriptor)) is not None:
                     self.came.append(came)
-            self.most = max(self.most, len(self.lobby.descriptors()))
-            self.lobby.tick()
+            self.most = max(self.most, len(self.lobby.list_descriptors()))
+            self.lobby.drop_late_callers()
 
     def close(self) -> None:
         self._over = True
@@ -66,7 +68,7 @@ class Porter:
         """Somebody calls, and says hello; others may push in, so it tries again."""
         while True:
             try:
-                found = call(
+                found = introduce_launcher(
                     socket.create_connection(self.point, timeout=60), secret, "here", PATIENCE
                 )
             except ConnectionError:
@@ -121,22 +123,22 @@ class TestLobby:
             porter.newcomer().close()
             arrived(porter)
             assert len(held) == 1100 and max(connection.fileno() for connection in held) > 1023
-        assert porter.most <= MOST + 1
+        assert porter.most <= MOST_CALLERS + 1
 
     def test_the_oldest_goes_of_the_address_that_most_are_from(self) -> None:
         lobby, pairs = Handshakes(SECRET), []
-        with network.listen("0.0.0.0") as listening:
+        with network.open_listener("0.0.0.0") as listening:
             listening.setblocking(False)
             port = listening.getsockname()[1]
-            for number in range(MOST + 2):
+            for number in range(MOST_CALLERS + 2):
                 source = "127.0.0.2" if number == 0 else "127.0.0.1"
                 pairs.append(
                     socket.create_connection(("127.0.0.1", port), source_address=(source, 0))
                 )
-                while len(lobby.descriptors()) < min(number + 1, MOST) or ready(
+                while len(lobby.list_descriptors()) < min(number + 1, MOST_CALLERS) or wait_ready(
                     [listening.fileno()], 0
                 ):
-                    lobby.let_in(listening)
+                    lobby.accept_callers(listening)
             pairs[0].settimeout(5)
             closed = [number for number, pair in enumerate(pairs) if _hung_up(pair)]
             assert closed == [1, 2]  # and not 0, the oldest of all
@@ -146,10 +148,14 @@ class TestLobby:
 
     def test_who_says_nothing_is_hung_up_on(self, porter: Porter) -> None:
         with socket.create_connection(porter.point, timeout=60):
-            strangers.until(lambda: porter.lobby.descriptors() != [], lambda: time.sleep(0.005))
+            strangers.until(
+                lambda: porter.lobby.list_descriptors() != [], lambda: time.sleep(0.005)
+            )
             for caller in [*porter.lobby._callers.values()]:
-                caller.late = 0.0
-            strangers.until(lambda: porter.lobby.descriptors() == [], lambda: time.sleep(0.005))
+                caller.deadline = 0.0
+            strangers.until(
+                lambda: porter.lobby.list_descriptors() == [], lambda: time.sleep(0.005)
+            )
 
     def test_another_secret_is_told_once(self, porter: Porter) -> None:
         for _ in range(3):
@@ -197,7 +203,7 @@ class TestMeeting:
         port, drawn = free_port(), random.Random(5)
         with waiting(port) as come:
             for _ in range(150):
-                channel = call(
+                channel = introduce_launcher(
                     socket.create_connection(("127.0.0.1", port), timeout=60),
                     SECRET,
                     "there",
@@ -211,7 +217,7 @@ class TestMeeting:
         port = free_port()
         with waiting(port) as come:
             with pytest.raises(SecretError):
-                assemble(meeting("c", port, secret=b"t" * 32))
+                assemble_hosts(meeting("c", port, secret=b"t" * 32))
             come()
 
 
@@ -265,19 +271,19 @@ class TestAssembly:
 
     @pytest.fixture
     def launcher(self) -> Iterator[ElasticPeers]:
-        listening = network.listen("127.0.0.1")
+        listening = network.open_listener("127.0.0.1")
         facts = {"name": "h0", "address": "127.0.0.1", "port": listening.getsockname()[1]}
         found = ElasticPeers(
             0, View(1, (HostSeat(0, (10, 11), facts),), 1), {}, MeetingPoint(listening, SECRET)
         )
-        found.run = "[]"
+        found.run_facts = "[]"
         yield found
         found.close()
 
     def turn(self, launcher: ElasticPeers) -> None:
-        for descriptor in ready(launcher.descriptors(), 0.005):
-            launcher.hear(descriptor)
-        launcher.tick()
+        for descriptor in wait_ready(launcher.list_descriptors(), 0.005):
+            launcher.read_messages(descriptor)
+        launcher.run_timers()
 
     def port(self, launcher: ElasticPeers) -> int:
         return int(launcher.view.seats[0].facts["port"])
@@ -286,7 +292,9 @@ class TestAssembly:
         with ThreadPoolExecutor(1) as pool:
             point = ("127.0.0.1", self.port(launcher))
             calling = pool.submit(
-                lambda: call(socket.create_connection(point, timeout=60), SECRET, "there", PATIENCE)
+                lambda: introduce_launcher(
+                    socket.create_connection(point, timeout=60), SECRET, "there", PATIENCE
+                )
             )
             strangers.until(calling.done, lambda: self.turn(launcher))
             return calling.result()
@@ -328,8 +336,8 @@ class TestAssembly:
                 channel.send(senseless(drawn, [OFFER, {"kind": "host", "host": 0}], offered))
             channel.close()
             self.turn(launcher)
-        strangers.until(lambda: launcher.descriptors()[1:] == [], lambda: self.turn(launcher))
-        assert launcher.verdict is None and launcher.view.seat(0) is not None
+        strangers.until(lambda: launcher.list_descriptors()[1:] == [], lambda: self.turn(launcher))
+        assert launcher.verdict is None and launcher.view.find_seat(0) is not None
 
     @pytest.mark.parametrize("count", [3000, pytest.param(100_000, marks=pytest.mark.soak)])
     def test_members_that_make_no_sense_are_hung_up_on(self, count: int) -> None:
@@ -346,18 +354,18 @@ class TestAssembly:
                 launcher._channels[1] = channel
                 if isinstance(message, dict):
                     Channel(there, "client").send(message)
-                launcher.hear(channel.fileno())
-                launcher.tick()
-                launcher.membership.tick(now := now + DEFAULTS.membership.repeat)
-                launcher._send()
+                launcher.read_messages(channel.fileno())
+                launcher.run_timers()
+                launcher.membership.run_timers(now := now + DEFAULT_TIMINGS.membership.repeat)
+                launcher._send_outbox()
                 launcher.rosters.clear()
                 assert (
-                    launcher.stopped is None
-                    or launcher.stopped == (15, "h")
-                    or launcher.stopped[0] in range(1, 65)
+                    launcher.stop_request is None
+                    or launcher.stop_request == (15, "h")
+                    or launcher.stop_request[0] in range(1, 65)
                 )
                 if launcher.verdict is not None:
-                    launcher.verdict.line().encode(errors="replace")
+                    launcher.verdict.summary_line().encode(errors="replace")
 
     @pytest.mark.parametrize("way", ["decided", "accept", "joining"])
     @pytest.mark.parametrize(
@@ -380,25 +388,25 @@ class TestAssembly:
         with here, there:
             launcher._channels[1] = Channel(here, "server")
             Channel(there, "client").send({"kind": "membership", "message": said})
-            launcher.hear(here.fileno())
+            launcher.read_messages(here.fileno())
             assert not launcher._channels and launcher.view == VIEW
 
     def test_at_the_start(self) -> None:
-        sockets = [network.listen("127.0.0.1") for _ in range(2)]
+        sockets = [network.open_listener("127.0.0.1") for _ in range(2)]
         offers = [
             Offer(f"h{n}", 1, "127.0.0.1", "m", 1, 2, "block", (n,), s.getsockname()[1])
             for n, s in enumerate(sockets)
         ]
         drawn = random.Random(19)
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(connect_all, offers, 0, sockets[0], SECRET, 300.0)
+            first = pool.submit(connect_all_launchers, offers, 0, sockets[0], SECRET, 300.0)
             for _ in range(300):
                 strangers.call(
                     sockets[0].getsockname(),
                     strangers.line(drawn, [HELLO, {"kind": "host", "host": 1}]),
                 )
             for host in (None, "1", 0, 1.0, 2, -1, [1], True):
-                channel = call(
+                channel = introduce_launcher(
                     socket.create_connection(sockets[0].getsockname(), timeout=60),
                     SECRET,
                     "there",
@@ -406,7 +414,7 @@ class TestAssembly:
                 )
                 channel.send({"kind": "host", "host": host})
                 channel.close()
-            second = pool.submit(connect_all, offers, 1, sockets[1], SECRET, 300.0)
+            second = pool.submit(connect_all_launchers, offers, 1, sockets[1], SECRET, 300.0)
             assert [*first.result()] == [1] and [*second.result()] == [0]
         for channel in (*first.result().values(), *second.result().values()):
             channel.close()

@@ -57,7 +57,7 @@ class Net:
         while self.now < end:
             self.now += tick
             for host in self.living:
-                self.hosts[host].tick(self.now)
+                self.hosts[host].run_timers(self.now)
             self.carry()
 
     def carry(self) -> None:
@@ -67,7 +67,7 @@ class Net:
             self._flying = [message for message in self._flying if message[0] > self.now]
             for _, _, sender, to, text in sorted(due):
                 if self.reaches(sender, to) and to in self.hosts:
-                    self.hosts[to].hear(sender, json.loads(text), self.now)
+                    self.hosts[to].handle_message(sender, json.loads(text), self.now)
             self._collect()
 
     def _collect(self) -> None:
@@ -80,12 +80,12 @@ class Net:
                             (late, next(self._count), host, to, json.dumps(message))
                         )
             member.outbox.clear()
-            for found in member.decided:
+            for found in member.decided_views:
                 text = json.dumps(found.dump())
                 assert self.known.setdefault(found.number, text) == text, (
                     f"view {found.number} was decided twice"
                 )
-            member.decided.clear()
+            member.decided_views.clear()
 
     @property
     def living(self) -> list[int]:
@@ -100,9 +100,9 @@ class Net:
             for other in self.hosts:
                 if one != other:
                     if self.reaches(one, other):
-                        self.hosts[one].heard(other)
+                        self.hosts[one].note_heard_host(other)
                     else:
-                        self.hosts[one].silent(other, self.now)
+                        self.hosts[one].note_silent_host(other, self.now)
 
     def welcome(self) -> None:
         """Who joins begins with a view that has it."""
@@ -117,13 +117,13 @@ class Net:
 
 def test_one_host_decides_at_once() -> None:
     member = Membership(0, view((0, 1, 2)))
-    member.lost([1], 0.0)
+    member.note_lost_workers([1], 0.0)
     assert member.view == View(1, (HostSeat(0, (0, 2)),), 1) and not member.outbox
 
 
 def test_a_worker_dies() -> None:
     net = Net(view((0, 1), (2, 3), (4, 5)))
-    net.hosts[2].lost([4], net.now)
+    net.hosts[2].note_lost_workers([4], net.now)
     net.run(0.5)
     assert set(net.views().values()) == {
         View(1, (HostSeat(0, (0, 1)), HostSeat(1, (2, 3)), HostSeat(2, (5,))), 3)
@@ -133,7 +133,7 @@ def test_a_worker_dies() -> None:
 def test_it_takes_two_rounds_of_messages() -> None:
     """wish, accept, accepted, decided: no timer is waited for."""
     net = Net(view((0,), (1,), (2,)), delay=0.0)
-    net.hosts[1].lost([1], net.now)
+    net.hosts[1].note_lost_workers([1], net.now)
     net.carry()
     assert {found.workers for found in net.views().values()} == {(0, 2)} and net.now == 0.0
 
@@ -153,15 +153,15 @@ def test_a_minority_is_stranded_and_learns_the_truth() -> None:
     net.cut = {frozenset((one, other)) for one in (0, 1) for other in (2, 3, 4)}
     net.notice()
     net.run(2.0)
-    assert all(net.hosts[host].stranded and net.hosts[host].view.number == 0 for host in (0, 1))
+    assert all(net.hosts[host].is_stranded and net.hosts[host].view.number == 0 for host in (0, 1))
     assert all(
-        net.hosts[host].view.hosts == (2, 3, 4) and not net.hosts[host].stranded
+        net.hosts[host].view.hosts == (2, 3, 4) and not net.hosts[host].is_stranded
         for host in (2, 3, 4)
     )
     net.cut = set()
     net.notice()
     net.run(2.0)
-    assert all(net.hosts[host].expelled for host in (0, 1))
+    assert all(net.hosts[host].is_expelled for host in (0, 1))
 
 
 def test_of_two_halves_the_one_with_the_first_host_goes_on() -> None:
@@ -170,7 +170,7 @@ def test_of_two_halves_the_one_with_the_first_host_goes_on() -> None:
     net.notice()
     net.run(2.0)
     assert net.hosts[0].view.hosts == net.hosts[1].view.hosts == (0, 1)
-    assert net.hosts[2].stranded and net.hosts[3].stranded and net.hosts[2].view.number == 0
+    assert net.hosts[2].is_stranded and net.hosts[3].is_stranded and net.hosts[2].view.number == 0
 
 
 @pytest.mark.parametrize("leavers", [(0,), (1,), (0, 1), (0, 2), (0, 1, 2)])
@@ -181,31 +181,31 @@ def test_hosts_leave_until_one_is_left(leavers: tuple[int, ...], seed: int) -> N
     """
     net = Net(view((1,), (2,), *[(3,)] * (max(leavers) > 1)), seed, loss=0.2, twice=0.1, delay=0.1)
     for host in leavers:
-        net.hosts[host].leave(net.now)
+        net.hosts[host].announce_leaving(net.now)
     net.run(20)
     staying = tuple(host for host in net.hosts if host not in leavers)
     for host, member in net.hosts.items():
-        assert member.expelled == (host in leavers) and (
+        assert member.is_expelled == (host in leavers) and (
             host in leavers or member.view.hosts == staying
         ), (host, member.view)
     for host in leavers:
         net.kill(host)
     net.notice()
-    assert not any(net.hosts[host].stranded for host in staying)
+    assert not any(net.hosts[host].is_stranded for host in staying)
 
 
 def test_workers_and_hosts_come() -> None:
     net = Net(view((0, 1), (2, 3)))
-    net.hosts[1].lost([2], net.now)
+    net.hosts[1].note_lost_workers([2], net.now)
     net.run(0.3)
-    net.hosts[1].come([7], net.now)
-    net.hosts[0].joining("abc", [8, 9], {"address": "10.0.0.3"}, net.now)
+    net.hosts[1].note_new_workers([7], net.now)
+    net.hosts[0].note_joining_host("abc", [8, 9], {"address": "10.0.0.3"}, net.now)
     net.run(0.5)
     last = net.hosts[0].view
     assert net.hosts[1].view == last
     assert (
         last.seats == (HostSeat(0, (0, 1)), HostSeat(1, (3, 7)), HostSeat(2, (8, 9)))
-        and last.fresh == 3
+        and last.next_host == 3
     )
     assert last.seats[2].facts == {"address": "10.0.0.3", "word": "abc"}
     assert not net.hosts[0]._wishes and not net.hosts[1]._wishes
@@ -213,8 +213,8 @@ def test_workers_and_hosts_come() -> None:
 
 def test_who_comes_and_dies_at_once_is_left_out() -> None:
     net = Net(view((0,), (1,)))
-    net.hosts[1].come([5], net.now)
-    net.hosts[1].lost([5], net.now)
+    net.hosts[1].note_new_workers([5], net.now)
+    net.hosts[1].note_lost_workers([5], net.now)
     net.run(0.5)
     assert net.hosts[0].view.workers == (0, 1) == net.hosts[1].view.workers
     net.run(2.0)
@@ -226,12 +226,12 @@ def test_a_leader_that_dies_in_the_middle_of_its_ballot_has_decided_or_not() -> 
     outcomes = set()
     for last in range(8):
         net = Net(view((0,), (1,), (2,)), delay=0.0)
-        net.hosts[1].lost([1], net.now)
+        net.hosts[1].note_lost_workers([1], net.now)
         for _ in range(last):  # one message at a time
             net._collect()
             if net._flying:
                 _, _, sender, to, text = net._flying.pop(0)
-                net.hosts[to].hear(sender, json.loads(text), net.now)
+                net.hosts[to].handle_message(sender, json.loads(text), net.now)
         net._collect()
         net.kill(0)
         net.notice()
@@ -261,19 +261,19 @@ def test_any_course_of_events(seed: int) -> None:
     buried: set[int] = set()
     for _ in range(chance.randint(5, 40)):
         event = chance.random()
-        alive = [host for host in net.living if not net.hosts[host].stranded]
+        alive = [host for host in net.living if not net.hosts[host].is_stranded]
         host = chance.choice(alive or net.living)
         member = net.hosts[host]
         if event < 0.3:
-            mine = member.view.seat(host)
+            mine = member.view.find_seat(host)
             if mine is not None and mine.workers:
                 dying = chance.choice(mine.workers)
                 buried.add(dying)
-                member.lost([dying], net.now)
+                member.note_lost_workers([dying], net.now)
         elif event < 0.45:
-            member.come([next(numbers)], net.now)
+            member.note_new_workers([next(numbers)], net.now)
         elif event < 0.55:
-            member.joining(f"word{next(numbers)}", [next(numbers)], {}, net.now)
+            member.note_joining_host(f"word{next(numbers)}", [next(numbers)], {}, net.now)
         elif event < 0.75:
             net.cut = {
                 frozenset(pair)
@@ -293,16 +293,18 @@ def test_any_course_of_events(seed: int) -> None:
         net.welcome()
     last = max((net.hosts[host].view for host in net.living), key=lambda found: found.number)
     reachable = set(last.hosts) & set(net.living)
-    if not last.carried(reachable):
+    if not last.has_majority(reachable):
         return  # too many have died: nobody may go on, and nobody did
-    assert all(net.hosts[host].view == last or net.hosts[host].stranded for host in net.living)
-    assert all(net.hosts[host].view == last and not net.hosts[host].stranded for host in reachable)
+    assert all(net.hosts[host].view == last or net.hosts[host].is_stranded for host in net.living)
+    assert all(
+        net.hosts[host].view == last and not net.hosts[host].is_stranded for host in reachable
+    )
     assert set(last.hosts) <= set(net.living)
     assert not buried & set(last.workers)
 
 
 def test_a_mutant_that_needs_no_majority_is_found(monkeypatch: Any) -> None:
-    monkeypatch.setattr(View, "carried", lambda self, hosts: True)
+    monkeypatch.setattr(View, "has_majority", lambda self, hosts: True)
     with pytest.raises(AssertionError, match="decided twice"):
         for seed in range(40):
             test_any_course_of_events(seed)
@@ -313,11 +315,17 @@ def test_no_two_sides_of_a_cut_may_both_decide(hosts: int) -> None:
     whole = view(*((host,) for host in range(hosts)))
     for size in range(hosts + 1):
         for side in itertools.combinations(range(hosts), size):
-            assert not (whole.carried(side) and whole.carried(set(range(hosts)) - set(side)))
-            assert whole.carried(side) or whole.carried(set(range(hosts)) - set(side))
+            assert not (
+                whole.has_majority(side) and whole.has_majority(set(range(hosts)) - set(side))
+            )
+            assert whole.has_majority(side) or whole.has_majority(set(range(hosts)) - set(side))
 
 
 def test_a_view_is_its_text() -> None:
     found = View(3, (HostSeat(1, (4, 5), {"address": "10.0.0.2"}), HostSeat(4, ())), 6)
     assert View.load(json.loads(json.dumps(found.dump()))) == found
-    assert found.workers == (4, 5) and found.seat(4) == HostSeat(4, ()) and found.seat(0) is None
+    assert (
+        found.workers == (4, 5)
+        and found.find_seat(4) == HostSeat(4, ())
+        and found.find_seat(0) is None
+    )

@@ -20,8 +20,8 @@ import pytest
 
 from paceline.cluster import network
 from paceline.cluster.hosts import rendezvous
-from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction, call
-from paceline.cluster.hosts.rendezvous import Offer, assemble
+from paceline.cluster.hosts.channel import Channel, ChannelBroken, Introduction, introduce_launcher
+from paceline.cluster.hosts.rendezvous import Offer, assemble_hosts
 from paceline.errors import DeadlineExceeded, Mismatch, PlaceError, SecretError
 from paceline.timings import ChannelTimings, RendezvousTimings, Timings
 from tests.harness.clocks import Clock
@@ -65,9 +65,9 @@ class TestAssemble:
                 for future in gather(*(invitation(name, port, hosts=3) for name in "abc"))
             ]
             assert sorted(council.host_rank for council in found) == [0, 1, 2]
-            assert found[0].table == found[1].table == found[2].table
+            assert found[0].offers == found[1].offers == found[2].offers
             for name, council in zip("abc", found, strict=True):
-                assert council.table[council.host_rank].name == name
+                assert council.offers[council.host_rank].name == name
                 council.close()
 
     def test_wishes_are_granted(self):
@@ -134,7 +134,7 @@ class TestAssemble:
 
     def test_who_does_not_come_is_missed(self):
         with pytest.raises(DeadlineExceeded, match=r"1 of 2 hosts came .* \(a\).*loopback"):
-            assemble(invitation("a", free_port(), deadline=0.5))
+            assemble_hosts(invitation("a", free_port(), deadline=0.5))
 
     def test_who_came_is_told_who_did_not(self, over):
         port, terms = free_port(), {"hosts": 3, "timings": BRIEF, "say": over("(here: a, b)", [])}
@@ -145,16 +145,16 @@ class TestAssemble:
 
     def test_nobody_at_the_meeting_point(self, monkeypatch):
         """As on a machine that doesn't own the address."""
-        monkeypatch.setattr(network, "local", lambda address: False)
+        monkeypatch.setattr(network, "is_own_address", lambda address: False)
         with pytest.raises(
             DeadlineExceeded,
             match=r"127.0.0.1:\d+ could not be reached from a within 1 s \(Connection refused\)",
         ):
-            assemble(invitation("a", free_port(), deadline=1.0))
+            assemble_hosts(invitation("a", free_port(), deadline=1.0))
 
     def test_a_forwarder_hangs_up_until_somebody_is_there(self, monkeypatch, over):
-        monkeypatch.setattr(network, "local", lambda address: False)
-        with network.listen("127.0.0.1") as forwarder:
+        monkeypatch.setattr(network, "is_own_address", lambda address: False)
+        with network.open_listener("127.0.0.1") as forwarder:
             port = forwarder.getsockname()[1]
 
             def forward() -> None:
@@ -165,16 +165,18 @@ class TestAssemble:
             thread = threading.Thread(target=forward)
             thread.start()
             with pytest.raises(DeadlineExceeded, match="Connection refused"):
-                assemble(invitation("a", port, timings=BRIEF, say=over("Connection refused", [])))
+                assemble_hosts(
+                    invitation("a", port, timings=BRIEF, say=over("Connection refused", []))
+                )
             thread.join(60)
             assert not thread.is_alive()
 
     def test_a_name_that_means_nothing(self):
         with pytest.raises(PlaceError, match="can't be resolved"):
-            assemble(invitation("a", 0, point=("no.such.host.invalid", 29400)))
+            assemble_hosts(invitation("a", 0, point=("no.such.host.invalid", 29400)))
 
     def test_a_port_of_another_program(self):
-        with network.listen("127.0.0.1") as other:
+        with network.open_listener("127.0.0.1") as other:
 
             def answer() -> None:
                 with other.accept()[0] as connection:
@@ -183,21 +185,21 @@ class TestAssemble:
             thread = threading.Thread(target=answer)
             thread.start()
             with pytest.raises(PlaceError, match="isn't a launcher of paceline"):
-                assemble(invitation("a", other.getsockname()[1]))
+                assemble_hosts(invitation("a", other.getsockname()[1]))
             thread.join()
 
     def test_a_silent_port(self):
         timings = Timings(channel=ChannelTimings(hello=0.1))
         with (
-            network.listen("127.0.0.1") as other,
+            network.open_listener("127.0.0.1") as other,
             pytest.raises(PlaceError, match="doesn't say anything"),
         ):
-            assemble(invitation("a", other.getsockname()[1], timings=timings))
+            assemble_hosts(invitation("a", other.getsockname()[1], timings=timings))
 
     def test_strangers_do_not_disturb(self):
         port = free_port()
         with ThreadPoolExecutor(2) as pool:
-            first = pool.submit(assemble, invitation("a", port))
+            first = pool.submit(assemble_hosts, invitation("a", port))
             strangers = []
             for noise in (
                 b"",
@@ -208,7 +210,7 @@ class TestAssemble:
             ):
                 wait_for(lambda: bool(strangers.append(connected(port)) or strangers[-1]))
                 strangers[-1].sendall(noise)
-            second = pool.submit(assemble, invitation("b", port))
+            second = pool.submit(assemble_hosts, invitation("b", port))
             assert second.result().host_rank == 1 and first.result().host_rank == 0
         for stranger in strangers:
             if stranger is not None:
@@ -237,8 +239,8 @@ class TestChannel:
         here, there = socket.socketpair()
         caller = Introduction(there, SECRET, "here", PATIENCE)
         with ThreadPoolExecutor(1) as pool:
-            calling = pool.submit(call, here, SECRET, "there", PATIENCE)
-            wait_for(lambda: caller.step() is not None or caller.trusted)
+            calling = pool.submit(introduce_launcher, here, SECRET, "there", PATIENCE)
+            wait_for(lambda: caller.receive_first_message() is not None or caller.is_trusted)
             return calling.result(), caller
 
     def test_messages_pass_both_ways(self):
@@ -246,9 +248,9 @@ class TestChannel:
         client.send({"a": 1})
         client.send({"b": "é" * 1000})
         caller.channel.send({"c": None})
-        wait_for(lambda: caller.step() == {"a": 1})
-        assert caller.step() == {"b": "é" * 1000}
-        assert client.wait(time.monotonic() + PATIENCE) == {"c": None}
+        wait_for(lambda: caller.receive_first_message() == {"a": 1})
+        assert caller.receive_first_message() == {"b": "é" * 1000}
+        assert client.wait_for_message(time.monotonic() + PATIENCE) == {"c": None}
 
     def test_a_line_that_was_changed_repeated_or_reflected(self):
         for forge in (
@@ -273,7 +275,7 @@ class TestChannel:
             )
         )
         with pytest.raises(ChannelBroken, match="isn't signed"):
-            client.wait(time.monotonic() + PATIENCE)
+            client.wait_for_message(time.monotonic() + PATIENCE)
 
     def test_a_line_without_end(self):
         client, caller = self.pair()
@@ -282,7 +284,7 @@ class TestChannel:
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(client.connection.sendall, b"x" * 10_000_000)
             with pytest.raises(ChannelBroken, match="too long"):
-                wait_for(lambda: caller.step() is not None)
+                wait_for(lambda: caller.receive_first_message() is not None)
             caller.channel.close()
             assert isinstance(sending.exception(), OSError)
 

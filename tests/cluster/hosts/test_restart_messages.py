@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster.discover import JobStart
-from paceline.cluster.hosts.channel import SENSELESS
+from paceline.cluster.hosts.channel import MALFORMED
 from paceline.cluster.hosts.restart_messages import (
     Cause,
     HostReport,
@@ -69,13 +69,13 @@ def test_what_is_written_is_read(message: Any) -> None:
     ],
 )
 def test_what_is_none_of_it_is_refused(kind: Any, value: Any) -> None:
-    with pytest.raises(SENSELESS):
+    with pytest.raises(MALFORMED):
         kind.load(value)
 
 
 def test_the_later_state_is_the_one_of_more_starts_or_of_one_that_knows_the_run() -> None:
     begun = RestartState(3, JobStart("runs/x"))
-    assert RestartState(3).progress < begun.progress < STATE.progress
+    assert RestartState(3).sort_key < begun.sort_key < STATE.sort_key
 
 
 def test_a_stop_says_where_it_was_asked_for() -> None:

@@ -17,7 +17,7 @@ def test_a_request_arrives_as_it_was() -> None:
         LaunchRequest("a.py"),
         LaunchRequest("a.py", ("b", "c"), 3, sync="AllReduce()", call=(7, 8), restarts=2),
     ):
-        assert agent.read(agent.command(job, 1)[-1]) == job
+        assert agent.read_request(agent.make_command(job, 1)[-1]) == job
 
 
 @pytest.mark.jobs
@@ -26,8 +26,11 @@ def test_without_its_parent_it_starts_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import pathlib; pathlib.Path('begun').touch()")
     ended = subprocess.run(
-        agent.command(LaunchRequest(str(script)), 1), cwd=tmp_path, check=False, timeout=PATIENCE
+        agent.make_command(LaunchRequest(str(script)), 1),
+        cwd=tmp_path,
+        check=False,
+        timeout=PATIENCE,
     )
-    assert ended.returncode == 128 + agent.END and [path.name for path in tmp_path.iterdir()] == [
-        "script.py"
-    ]
+    assert ended.returncode == 128 + agent.END_SIGNAL and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["script.py"]

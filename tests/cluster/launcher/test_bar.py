@@ -33,8 +33,8 @@ class Sink:
         self.screen = Screen(self._writer, bar=LiveBar(self._terminal.size))
 
     def text(self) -> list[str]:
-        while self.screen.pending:
-            self.screen.write()
+        while self.screen.has_pending:
+            self.screen.write_pending()
             self._terminal.feed(os.read(self._reader, 1 << 16).decode())
         return self._terminal.text()
 
@@ -52,43 +52,43 @@ def sink() -> Iterator[Sink]:
 
 def test_lines_come_above_it(sink: Sink) -> None:
     for step in (1, 2):
-        sink.screen.put(0, b"a\n")
-        sink.screen.put(1, b"b\n")
-        sink.screen.follow(RunStatus(step, 9))
-        sink.screen.settle()
+        sink.screen.put_line(0, b"a\n")
+        sink.screen.put_line(1, b"b\n")
+        sink.screen.show_status(RunStatus(step, 9))
+        sink.screen.redraw_bar()
     assert sink.text()[:4] == ["[0] a", "[1] b"] * 2 and "step 2/9" in sink.text()[4]
-    sink.screen.put(1, b"c\n")
+    sink.screen.put_line(1, b"c\n")
     assert sink.text()[4:] == ["[1] c", ""]  # until the launcher has read what there is
-    sink.screen.settle()
+    sink.screen.redraw_bar()
     assert "step 2/9" in sink.text()[5]
-    sink.screen.follow(None)
-    sink.screen.say("paceline: over")
+    sink.screen.show_status(None)
+    sink.screen.show_line("paceline: over")
     assert "step 2/9" in sink.text()[5] and sink.text()[6:] == ["paceline: over", ""]
 
 
 def test_a_line_under_way_is_ended_and_its_rest_has_its_rank(sink: Sink) -> None:
-    sink.screen.put(0, b"loading")
-    sink.screen.settle()
+    sink.screen.put_line(0, b"loading")
+    sink.screen.redraw_bar()
     assert sink.text() == ["[0] loading"]
-    sink.screen.follow(RunStatus(1, 9))
-    sink.screen.put(0, b"done\n")
-    sink.screen.settle()
+    sink.screen.show_status(RunStatus(1, 9))
+    sink.screen.put_line(0, b"done\n")
+    sink.screen.redraw_bar()
     assert sink.text()[:2] == ["[0] loading", "[0] done"] and "step 1/9" in sink.text()[2]
 
 
 def test_a_bar_of_the_script_has_the_last_line(sink: Sink) -> None:
     for percent in (b"1%", b"2%"):
-        sink.screen.put(0, b"\r")
-        sink.screen.put(0, percent)
-        sink.screen.follow(RunStatus(1, 9))
-        sink.screen.settle()
+        sink.screen.put_line(0, b"\r")
+        sink.screen.put_line(0, percent)
+        sink.screen.show_status(RunStatus(1, 9))
+        sink.screen.redraw_bar()
     assert sink.text() == ["[0] 2%"]
 
 
 def test_a_terminal_that_is_behind_is_not_flooded(sink: Sink) -> None:
     for step in range(2000):
-        sink.screen.follow(RunStatus(step, 2000))
-    assert sink.screen._size < 10_000
+        sink.screen.show_status(RunStatus(step, 2000))
+    assert sink.screen._pending_bytes < 10_000
 
 
 TELLING = """

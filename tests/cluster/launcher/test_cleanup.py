@@ -73,12 +73,12 @@ def test_what_is_left_is_ended_and_removed(
     begin: Callable[[str], subprocess.Popen[bytes]], short: Path
 ) -> None:
     cleanup = JobCleanup("cleanup1" * 4)
-    cleanup.start()
+    cleanup.start_janitor()
     process = begin("cleanup1" * 4)
-    cleanup.add(process.pid)
-    cleanup.sweep([process])
+    cleanup.add_group(process.pid)
+    cleanup.sweep_job([process])
     assert process.returncode == -9 and not list(short.iterdir())
-    cleanup.conclude()
+    cleanup.end_janitor()
     assert janitors("cleanup1" * 4) == []
 
 
@@ -87,19 +87,19 @@ def test_the_folders_of_children_that_died_before_are_removed(
 ) -> None:
     """They were noted while the children lived."""
     cleanup = JobCleanup("cleanup2" * 4)
-    cleanup.start()
+    cleanup.start_janitor()
     process = begin("cleanup2" * 4)
-    cleanup.add(process.pid)
-    cleanup.collect([worker(process)])
+    cleanup.add_group(process.pid)
+    cleanup.collect_litter([worker(process)])
     (child,) = psutil.Process(process.pid).children()
     child.kill()
     wait_for(lambda: child.status() == psutil.STATUS_ZOMBIE)
     assert list(short.iterdir())
     cleanup.end_group(process.pid)
-    cleanup.drop(process.pid)
+    cleanup.drop_group(process.pid)
     process.wait()
-    cleanup.sweep([])
-    cleanup.conclude()
+    cleanup.sweep_job([])
+    cleanup.end_janitor()
     assert not list(short.iterdir())
 
 
@@ -107,14 +107,14 @@ def test_a_janitor_that_was_killed_is_not_missed(
     begin: Callable[[str], subprocess.Popen[bytes]], short: Path
 ) -> None:
     cleanup = JobCleanup("cleanup3" * 4)
-    cleanup.start()
+    cleanup.start_janitor()
     # Popen returns as soon as the child has left our memory, a moment before its command line shows
     wait_for(lambda: len(janitors("cleanup3" * 4)) == 1)
     (deputy,) = janitors("cleanup3" * 4)
     deputy.kill()
     wait_for(lambda: deputy.status() == psutil.STATUS_ZOMBIE)
     process = begin("cleanup3" * 4)
-    cleanup.add(process.pid)
-    cleanup.sweep([process])
-    cleanup.conclude()
+    cleanup.add_group(process.pid)
+    cleanup.sweep_job([process])
+    cleanup.end_janitor()
     assert process.returncode == -9 and not list(short.iterdir())

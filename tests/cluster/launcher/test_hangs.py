@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.cluster.hosts.peers import LateCall, NoPeers, note
+from paceline.cluster.hosts.peers import LateCall, NoPeers, note_late_call
 from paceline.cluster.launcher import janitor
 from paceline.cluster.launcher.hangs import HangSearch
-from paceline.cluster.launcher.output import screens
-from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, start
+from paceline.cluster.launcher.output import make_screens
+from paceline.cluster.launcher.worker import WorkerCommand, WorkerProcess, start_worker
 from paceline.timings import HangTimings
 from tests.harness.jobs import PATIENCE, wait_for
 
@@ -50,12 +50,18 @@ class Slow(WorkerProcess):
 
     _asked = False
 
-    def stack(self) -> str:
+    def read_stack(self) -> str:
         """What was there before the stack is asked for, and the next time the stack."""
-        said = [super().stack()]
-        if self._asked and self.said("shows") and janitor.state(self.process.pid) != "T":
+        said = [super().read_stack()]
+        if (
+            self._asked
+            and self.has_reported("shows")
+            and janitor.read_state(self.process.pid) != "T"
+        ):
             wait_for(
-                lambda: said.append(super(Slow, self).stack()) or "in <module>" in "".join(said)
+                lambda: (
+                    said.append(super(Slow, self).read_stack()) or "in <module>" in "".join(said)
+                )
             )
         self._asked = not self._asked
         return "".join(said)
@@ -78,9 +84,9 @@ class Host:
         command = WorkerCommand(
             int(rank), [sys.executable, "-c", f"{WORKER}\n{body}\nhangs()"], environ, ()
         )
-        worker = Slow(**vars(start(command, None, screens())))
+        worker = Slow(**vars(start_worker(command, None, make_screens())))
         self.workers.append(worker)
-        self.turn(lambda: worker.said("ready"), ends=False)
+        self.turn(lambda: worker.has_reported("ready"), ends=False)
         return worker
 
     def turn(
@@ -91,8 +97,8 @@ class Host:
         while not until():
             assert time.monotonic() < end, self.said
             for worker in self.workers:
-                worker.listen()
-            self.lateness.turn(
+                worker.read_reports()
+            self.lateness.handle_messages(
                 [worker for worker in self.workers if worker.process.poll() is None], ends=ends
             )
             time.sleep(0.01)
@@ -102,7 +108,7 @@ class Host:
         self.peers.tell_late(late)
         cases = self.lateness._cases
         self.turn(
-            lambda: (case := cases.get((late.call, late.given_up))) is not None and case.over,
+            lambda: (case := cases.get((late.call, late.given_up))) is not None and case.is_over,
             ends=ends,
         )
         return self.said
@@ -150,7 +156,7 @@ def test_a_worker_of_this_host_says_that_it_waits(host: Host) -> None:
         'answers(7, waits=True); events.late(place, 7, "backward of step 3", given_up=False)'
     )
     host.turn(lambda: len(host.said) > 2)
-    assert host.peers.late == {7: LATE} and "rank 0" in host.said[0]
+    assert host.peers.late_calls == {7: LATE} and "rank 0" in host.said[0]
 
 
 @silent
@@ -212,7 +218,7 @@ def test_who_is_stopped_is_named_as_stopped(host: Host) -> None:
     worker = host.start("answers(7, waits=False); events.show(place)")
     worker.process.send_signal(signal.SIGSTOP)
     pid = worker.process.pid
-    wait_for(lambda: janitor.state(pid) == "T")  # on a busy machine it takes a moment
+    wait_for(lambda: janitor.read_state(pid) == "T")  # on a busy machine it takes a moment
     why = f"it was stopped by a signal (SIGSTOP); `kill -CONT {pid}` there lets it go on"
     assert host.judge() == [f"paceline: others wait for rank 0 on box7 (backward of step 3): {why}"]
     assert len(host.judge(GIVEN_UP)) == 1  # it hasn't moved
@@ -230,7 +236,7 @@ def test_who_does_not_come_is_ended_where_others_can_go_on(host: Host, ends: boo
     # its stack was shown
     assert host.said[told:] == (["paceline: rank 1 is given up, and ended"] if ends else [])
     if ends:
-        assert worker.process.wait(PATIENCE) == -signal.SIGKILL and not worker.was_sent
+        assert worker.process.wait(PATIENCE) == -signal.SIGKILL and not worker.sent_signals
     assert host.workers[0].process.poll() is None
 
 
@@ -246,5 +252,5 @@ def test_who_waits_in_an_earlier_call_is_to_blame_only_where_all_are_in_step(hos
 def test_that_somebody_gives_up_stays_so() -> None:
     known: dict[int, LateCall] = {}
     for late in (LATE, GIVEN_UP, LATE):
-        note(known, late)
+        note_late_call(known, late)
     assert known == {7: GIVEN_UP}

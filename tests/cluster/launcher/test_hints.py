@@ -15,11 +15,17 @@ import typer
 
 from paceline import cli
 from paceline.cluster import network
-from paceline.cluster.hosts.rendezvous import Meeting, Offer, assemble
+from paceline.cluster.hosts.rendezvous import Meeting, Offer, assemble_hosts
 from paceline.cluster.launcher import hints
-from paceline.cluster.launcher.hints import SEVERAL, WaitReminder, crowded, leftover, misplaced
-from paceline.cluster.launcher.launch import _line
-from paceline.cluster.launcher.request import LaunchRequest, check
+from paceline.cluster.launcher.hints import (
+    SEVERAL_WORKERS_OPTIONS,
+    WaitReminder,
+    hint_crowded_host,
+    hint_misplaced_options,
+    hint_python_script,
+)
+from paceline.cluster.launcher.launch import _write_join_command
+from paceline.cluster.launcher.request import LaunchRequest, check_request
 from paceline.errors import DeadlineExceeded, UsageError
 from paceline.timings import RendezvousTimings, Timings
 
@@ -41,7 +47,7 @@ class TestMisplaced:
     def test_is_said_with_the_line_that_is_right(self, tmp_path, args, given):
         script = tmp_path / "x.py"
         script.write_text("print(1)")
-        assert misplaced(str(script), args) == (
+        assert hint_misplaced_options(str(script), args) == (
             f"{given} after x.py goes to x.py, which runs on 1 worker; if paceline is meant, put "
             f"it before: paceline run {given} {script}"
         )
@@ -60,38 +66,40 @@ class TestMisplaced:
     )
     def test_what_is_the_scripts(self, tmp_path, args):
         (tmp_path / "x.py").write_text("print(1)")
-        assert misplaced(str(tmp_path / "x.py"), args) is None
+        assert hint_misplaced_options(str(tmp_path / "x.py"), args) is None
 
     def test_a_script_that_knows_the_option_itself(self, tmp_path):
         path = tmp_path / "x.py"
         path.write_text("parser.add_argument('-w', \"--workers\", type=int)")
         assert (
-            misplaced(str(path), ["--workers", "2"]) is None
-            and misplaced(str(path), ["--hosts", "2"]) is not None
+            hint_misplaced_options(str(path), ["--workers", "2"]) is None
+            and hint_misplaced_options(str(path), ["--hosts", "2"]) is not None
         )
 
     def test_they_are_options_of_paceline_run(self):
         command = typer.main.get_command(cli.app).commands["run"]  # type: ignore[attr-defined]
-        assert {*SEVERAL} <= {word for parameter in command.params for word in parameter.opts}
+        assert {*SEVERAL_WORKERS_OPTIONS} <= {
+            word for parameter in command.params for word in parameter.opts
+        }
 
 
 @pytest.mark.parametrize("script", ["python", "python3.11", "venv/bin/python"])
 def test_python_in_the_place_of_the_script(script):
-    assert leftover(script, ["train.py", "-x"]) == (
+    assert hint_python_script(script, ["train.py", "-x"]) == (
         f": paceline starts Python itself, so leave {script} out: paceline run ... train.py -x"
     )
     with pytest.raises(
         UsageError,
         match=rf"the script no/{script} doesn't exist \(looked in .*\): paceline starts Python itself",  # noqa: E501
     ):
-        check(LaunchRequest(f"no/{script}", ("train.py",)))
+        check_request(LaunchRequest(f"no/{script}", ("train.py",)))
 
 
 @pytest.mark.parametrize(
     ("script", "args"), [("absent.py", ["train.py"]), ("python", []), ("pythonic", ["x.py"])]
 )
 def test_another_script_that_is_not_there(script, args):
-    assert leftover(script, args) == ""
+    assert hint_python_script(script, args) == ""
 
 
 def test_of_a_job_that_runs_on_one_worker(job):
@@ -109,24 +117,28 @@ def test_of_a_job_that_runs_on_one_worker(job):
 class TestCrowded:
     @pytest.mark.parametrize(("workers", "cores"), [(1, 1), (2, 2), (2, 8)])
     def test_enough(self, workers, cores):
-        assert crowded(workers, cores, "a") is None
+        assert hint_crowded_host(workers, cores, "a") is None
 
     def test_too_few(self):
-        assert str(crowded(2, 1, "a")).startswith("2 workers take turns on the 1 core of a: ")
-        assert str(crowded(9, 8, "b")).startswith("9 workers take turns on the 8 cores of b: ")
+        assert str(hint_crowded_host(2, 1, "a")).startswith(
+            "2 workers take turns on the 1 core of a: "
+        )
+        assert str(hint_crowded_host(9, 8, "b")).startswith(
+            "9 workers take turns on the 8 cores of b: "
+        )
 
     def test_said_once_by_the_launchers_of_a_machine(self, script, launch, monkeypatch):
         """Here two, whose workers are together one more than there are cores."""
-        from paceline.cluster.machine import cores
+        from paceline.cluster.machine import count_cores
 
-        with network.listen("127.0.0.1") as probe:
+        with network.open_listener("127.0.0.1") as probe:
             join = f"127.0.0.1:{probe.getsockname()[1]}"
         path, environ = script("print('ran')"), {"PACELINE_SECRET": SECRET.decode()}
         launched = [
-            launch(path, workers, hosts=2, join=join, **environ) for workers in (1, cores())
+            launch(path, workers, hosts=2, join=join, **environ) for workers in (1, count_cores())
         ]
         said = "".join(each.end()[2] for each in launched)
-        assert said.count(f"paceline: {cores() + 1} workers take turns on the ") == 1, said
+        assert said.count(f"paceline: {count_cores() + 1} workers take turns on the ") == 1, said
 
 
 class Told:
@@ -169,13 +181,13 @@ class TestWaiting:
         )
 
     def test_each_says_for_whom_and_how_to_start_it(self):
-        with network.listen("127.0.0.1") as probe:
+        with network.open_listener("127.0.0.1") as probe:
             port = int(probe.getsockname()[1])
         told = [Told() for _ in range(3)]
         found: list[object] = [None] * 3
 
         def come(number: int) -> None:
-            found[number] = assemble(self.meeting("abc"[number], port, told[number]))
+            found[number] = assemble_hosts(self.meeting("abc"[number], port, told[number]))
 
         threads = [threading.Thread(target=come, args=(number,)) for number in range(3)]
         threads[0].start()
@@ -196,12 +208,14 @@ class TestWaiting:
 
     def test_where_nobody_answers(self, monkeypatch):
         """As from a host that hasn't this address."""
-        monkeypatch.setattr("paceline.cluster.hosts.rendezvous._own", lambda meeting: None)
-        with network.listen("127.0.0.1") as probe:
+        monkeypatch.setattr(
+            "paceline.cluster.hosts.rendezvous._find_own_address", lambda meeting: None
+        )
+        with network.open_listener("127.0.0.1") as probe:
             port = int(probe.getsockname()[1])
         told = Told()
         with pytest.raises(DeadlineExceeded):
-            assemble(self.meeting("a", port, told, deadline=1.0))
+            assemble_hosts(self.meeting("a", port, told, deadline=1.0))
         assert told.lines[0].startswith(
             f"nobody answers at 127.0.0.1:{port} yet (Connection refused); "
         )
@@ -213,7 +227,7 @@ class TestWaiting:
         reminder = WaitReminder(told, timings=AT_ONCE.rendezvous)
         for second in range(26):
             at[0] = float(second)
-            reminder.turn(lambda: f"at {at[0]:g}")
+            reminder.remind_if_due(lambda: f"at {at[0]:g}")
         assert told.lines == ["at 0", "at 10", "at 20"]
 
 
@@ -255,7 +269,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
     monkeypatch.setattr(
         "paceline.cli.launch.run", lambda job, environ, watcher: asked.append(job) or 0
     )
-    monkeypatch.setattr(sys, "argv", shlex.split(_line(given)))
+    monkeypatch.setattr(sys, "argv", shlex.split(_write_join_command(given)))
     with pytest.raises(SystemExit):
         cli.main()
     assert asked[0] == LaunchRequest(
@@ -269,4 +283,6 @@ def test_the_line_for_another_host_says_how_often_a_whole_job_starts_again():
         LaunchRequest("x.py", hosts=2, join="a:1", restarts=3, min_workers=minimum)
         for minimum in (None, 1)
     )
-    assert "--restarts 3" in _line(whole) and "--restarts" not in _line(single)
+    assert "--restarts 3" in _write_join_command(whole) and "--restarts" not in _write_join_command(
+        single
+    )

@@ -178,13 +178,13 @@ def test_a_failure_says_where_the_run_is_and_leaves_there_why(
 
 def test_before_workers_have_started() -> None:
     asked = JobEnd([])
-    assert asked.line is None
-    asked.ask(signal.SIGINT)
-    assert asked.line == "paceline: interrupted before its workers started"
+    assert asked.last_line is None
+    asked.note_signal(signal.SIGINT)
+    assert asked.last_line == "paceline: interrupted before its workers started"
 
 
 def test_nobody_is_told_where_nobody_reads() -> None:
     asked = JobEnd([])
-    asked.follow(Path("runs"))
-    asked.ask(signal.SIGPIPE)
-    assert asked.line is None
+    asked.note_folder(Path("runs"))
+    asked.note_signal(signal.SIGPIPE)
+    assert asked.last_line is None

@@ -9,13 +9,13 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from paceline.cluster.launcher.isolation import AttemptFailed, attempt
+from paceline.cluster.launcher.isolation import AttemptFailed, attempt_in_copy
 from paceline.errors import NotationError
 
 
 def test_nothing_of_it_stays_here():
     kept: list[int] = []
-    attempt(lambda: kept.append(1))
+    attempt_in_copy(lambda: kept.append(1))
     assert kept == []
 
 
@@ -24,7 +24,7 @@ def test_an_error_of_ours_comes_back():
         raise NotationError("wrong \N{SNOWMAN}" * 20_000)
 
     with pytest.raises(AttemptFailed) as caught:
-        attempt(refuse)
+        attempt_in_copy(refuse)
     assert (
         caught.value.kind == "NotationError" and str(caught.value) == "wrong \N{SNOWMAN}" * 20_000
     )
@@ -36,5 +36,5 @@ def test_an_error_of_ours_comes_back():
 )
 def test_other_ends_tell_nothing_and_leave_no_process(end):
     before = psutil.Process().children()
-    attempt(end)
+    attempt_in_copy(end)
     assert psutil.Process().children() == before

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.launcher import janitor
-from paceline.timings import DEFAULTS
+from paceline.timings import DEFAULT_TIMINGS
 from tests.harness.jobs import PATIENCE
 
-TIMINGS = json.dumps(asdict(DEFAULTS.janitor))
+TIMINGS = json.dumps(asdict(DEFAULT_TIMINGS.janitor))
 MARK = "0123abcd" * 4
 SEMAPHORES = "sem.s5Ipxm", "sem.mp-_moapdfg", f"sem.mp-{MARK[:8]}-abc_efgh"
 SHARED = Path("/dev/shm")
@@ -47,7 +47,7 @@ def shared(monkeypatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(
         prefix="test-", dir=SHARED if SHARED.is_dir() else None
     ) as folder:
-        monkeypatch.setattr(janitor, "_SHARED", Path(folder))
+        monkeypatch.setattr(janitor, "_SHARED_MEMORY_FOLDER", Path(folder))
         yield Path(folder)
 
 
@@ -78,7 +78,7 @@ def inodes(*paths: Path) -> set[int]:
 class TestReclaim:
     def test_what_the_killed_left(self, make, dead):
         left = [make(f"torch_{dead}_123_4"), *map(make, SEMAPHORES)]
-        janitor.reclaim(MARK, {dead}, inodes(*left[1:3]), time.time() - 60, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, {dead}, inodes(*left[1:3]), time.time() - 60, seconds=0.05)
         assert not any(path.exists() for path in left)
 
     def test_what_nobody_of_the_job_had(self, make, dead):
@@ -88,30 +88,30 @@ class TestReclaim:
         others = [
             make(name) for name in ("sem.foobar", "sem.mp-abcdefgh", "sem.mp-4567abcd-abcdefgh")
         ]
-        janitor.reclaim(MARK, {dead}, set(), time.time() - 60, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, {dead}, set(), time.time() - 60, seconds=0.05)
         assert all(path.exists() for path in others)
 
     def test_both_names_of_one_that_is_being_made(self, make, shared, dead):
         first, second = make("sem.s5Ipxm"), shared / SEMAPHORES[2]
         os.link(first, second)
-        janitor.reclaim(MARK, {dead}, set(), time.time() - 60, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, {dead}, set(), time.time() - 60, seconds=0.05)
         assert not first.exists() and not second.exists()
 
     def test_what_others_have(self, make, dead):
         names = (f"torch_{dead + 1}_123_4", "sem.loky-12-abcdefgh", "sem.long", "torch_x", "other")
         kept = [make(name) for name in names]
-        janitor.reclaim(MARK, {dead}, inodes(*kept), time.time() - 60, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, {dead}, inodes(*kept), time.time() - 60, seconds=0.05)
         assert all(path.exists() for path in kept)
 
     def test_what_the_living_have(self, make):
         path = make(f"torch_{os.getpid()}_1_1")
-        janitor.reclaim(MARK, {os.getpid()}, set(), 0, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, {os.getpid()}, set(), 0, seconds=0.05)
         assert path.exists()
 
     @pytest.mark.parametrize("name", [*SEMAPHORES, "torch_{dead}_1_1"])
     def test_what_was_there_before(self, make, dead, name):
         path = make(name.format(dead=dead))
-        janitor.reclaim(MARK, {dead}, inodes(path), time.time() + 60, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, {dead}, inodes(path), time.time() + 60, seconds=0.05)
         assert path.exists()
 
     @pytest.mark.parametrize("name", SEMAPHORES)
@@ -119,13 +119,13 @@ class TestReclaim:
         path = make(name)
         held = inodes(path)
         with path.open("r+b") as file:
-            janitor.reclaim(MARK, {dead}, held, 0, seconds=0.05)
+            janitor.reclaim_leftovers(MARK, {dead}, held, 0, seconds=0.05)
             assert path.exists()
             mapped = mmap.mmap(file.fileno(), 32)
-        janitor.reclaim(MARK, {dead}, held, 0, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, {dead}, held, 0, seconds=0.05)
         assert path.exists()
         mapped.close()
-        janitor.reclaim(MARK, {dead}, held, 0, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, {dead}, held, 0, seconds=0.05)
         assert not path.exists()
 
     @pytest.mark.parametrize("second", ["", "sem.mp-_moapdfg"])
@@ -140,7 +140,7 @@ class TestReclaim:
             held: set[int] = set()
             killed = janitor.end_group(maker.pid, held)
         assert [path.name for path in shared.iterdir() if path != other] == [second or "sem.s5Ipxm"]
-        janitor.reclaim(MARK, killed, held, began, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, killed, held, began, seconds=0.05)
         assert [*shared.iterdir()] == [other]
 
 
@@ -194,7 +194,10 @@ def test_who_is_ended_is_told():
         )
         for mark in ("none", "abe")
     )
-    assert janitor.sweep("abe", [group.pid], set(), seconds=PATIENCE) == {group.pid, other.pid}
+    assert janitor.sweep_processes("abe", [group.pid], set(), seconds=PATIENCE) == {
+        group.pid,
+        other.pid,
+    }
     assert group.wait(60) == other.wait(60) == -9
 
 
@@ -216,7 +219,7 @@ def test_who_was_ended_does_nothing_any_more(grouped):
         stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None and process.stdout.readline()
-        janitor.sweep(name, [process.pid] if grouped else [], set(), seconds=PATIENCE)
+        janitor.sweep_processes(name, [process.pid] if grouped else [], set(), seconds=PATIENCE)
         assert process.poll() == -9
 
 
@@ -243,7 +246,9 @@ def test_folders_where_nobody_listens_any_more(tmp_path, monkeypatch, same_netwo
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     if not same_network:
-        monkeypatch.setattr(janitor, "_PROC", tmp_path)  # the kernel shows no sockets of others
+        monkeypatch.setattr(
+            janitor, "_PROC_FOLDER", tmp_path
+        )  # the kernel shows no sockets of others
     dead, alive, both, unused, kept = (
         tmp_path / f"pymp-{name}" for name in ("dead", "alive", "both", "unused", "kept")
     )
@@ -261,9 +266,9 @@ def test_folders_where_nobody_listens_any_more(tmp_path, monkeypatch, same_netwo
         kept.mkdir()
         (kept / "notes").touch()
         before = set(tmp_path.iterdir())
-        janitor.reclaim(MARK, set(), set(), time.time() + 60, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, set(), set(), time.time() + 60, seconds=0.05)
         assert set(tmp_path.iterdir()) == before  # of before the job
-        janitor.reclaim(MARK, set(), set(), time.time() - 60, seconds=0.05)
+        janitor.reclaim_leftovers(MARK, set(), set(), time.time() - 60, seconds=0.05)
         assert set(tmp_path.iterdir()) == before - {dead}
 
 
@@ -271,9 +276,9 @@ def test_folders_where_nobody_listens_any_more(tmp_path, monkeypatch, same_netwo
 def test_a_socket_of_a_server_has_a_path_that_is_short_enough(tmp_path, monkeypatch, length):
     """A long TMPDIR leaves no room for its name."""
     monkeypatch.setattr(tempfile, "tempdir", "/" + "x" * (length - 1))
-    place = janitor.place_of_sockets()
+    place = janitor.find_socket_parent()
     assert (place == tempfile.tempdir) == (length <= 61)
-    path = f"{place}/{janitor.sockets('a' * 32)}{'x' * 8}/server"
+    path = f"{place}/{janitor.get_socket_prefix('a' * 32)}{'x' * 8}/server"
     # and not OSError: AF_UNIX path too long
     with socket.socket(socket.AF_UNIX) as caller, pytest.raises(FileNotFoundError):
         caller.connect(path)
@@ -286,8 +291,8 @@ def test_the_folders_of_servers_go_with_their_job(tmp_path, monkeypatch):
     """
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine, other = (
-        Path(tempfile.mkdtemp(prefix=janitor.sockets(mark * 16))) for mark in ("ab", "ac")
+        Path(tempfile.mkdtemp(prefix=janitor.get_socket_prefix(mark * 16))) for mark in ("ab", "ac")
     )
     (mine / "server").touch()
-    janitor.sweep("ab" * 16, [], set(), seconds=PATIENCE)
+    janitor.sweep_processes("ab" * 16, [], set(), seconds=PATIENCE)
     assert not mine.exists() and other.exists()

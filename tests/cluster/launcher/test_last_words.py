@@ -10,7 +10,7 @@ import traceback
 
 import pytest
 
-from paceline.cluster.launcher.last_words import last_words
+from paceline.cluster.launcher.last_words import extract_last_words
 
 FIRST = "Traceback (most recent call last):\n  x\nKeyError: 1\n"
 JOINED = "\nDuring handling of the above exception, another exception occurred:\n\n"
@@ -20,19 +20,22 @@ NOISE = "".join(f"line {number}\n" for number in range(40))
 
 def test_the_last_traceback_with_its_causes() -> None:
     for kind in (None, "ValueError", "KeyError"):
-        assert last_words("noise\n" + FIRST + "more\n" + SECOND, kind) == SECOND
+        assert extract_last_words("noise\n" + FIRST + "more\n" + SECOND, kind) == SECOND
 
 
 def test_the_last_lines_where_there_is_none() -> None:
-    assert last_words("a\nb") == last_words("a\nb", "ValueError", 0) == "a\nb"
-    assert last_words("") == "" and last_words(NOISE).splitlines() == NOISE.splitlines()[-20:]
+    assert extract_last_words("a\nb") == extract_last_words("a\nb", "ValueError", 0) == "a\nb"
+    assert (
+        extract_last_words("") == ""
+        and extract_last_words(NOISE).splitlines() == NOISE.splitlines()[-20:]
+    )
 
 
 def test_an_old_traceback_is_not_of_what_ended_it() -> None:
     """Such as of an error that the script has handled, long before it was killed."""
     for kind in (None, "SystemExit"):
-        assert last_words(FIRST + NOISE, kind).splitlines() == NOISE.splitlines()[-20:]
-        assert last_words(FIRST + "gives up", kind) == FIRST + "gives up"
+        assert extract_last_words(FIRST + NOISE, kind).splitlines() == NOISE.splitlines()[-20:]
+        assert extract_last_words(FIRST + "gives up", kind) == FIRST + "gives up"
 
 
 @pytest.mark.parametrize(
@@ -48,23 +51,24 @@ def test_an_old_traceback_is_not_of_what_ended_it() -> None:
     ],
 )
 def test_what_is_written_at_exit_is_left_out(after: str) -> None:
-    assert last_words(NOISE + SECOND + "\n" + after, "ValueError", 0) == SECOND
+    assert extract_last_words(NOISE + SECOND + "\n" + after, "ValueError", 0) == SECOND
 
 
 def test_a_message_of_several_lines() -> None:
     assert (
-        last_words(f"{SECOND}\ntwo\n\nthree\n{NOISE}", "ValueError", 3) == f"{SECOND}\ntwo\n\nthree"
+        extract_last_words(f"{SECOND}\ntwo\n\nthree\n{NOISE}", "ValueError", 3)
+        == f"{SECOND}\ntwo\n\nthree"
     )
     inner = f"Traceback (most recent call last):\n  z\nRuntimeError: a child failed:\n{FIRST}"
     assert (
-        last_words(inner, "RuntimeError")
+        extract_last_words(inner, "RuntimeError")
         == "Traceback (most recent call last):\n  z\nRuntimeError: a child failed:"
     )
     quoted = (
         "Traceback (most recent call last):\n  z\nRuntimeError: caught\nOriginal Traceback (most "
         "recent call last):\n  y\nKeyError: 1"
     )
-    assert last_words(f"{quoted}\n{NOISE}", "RuntimeError", 3) == quoted
+    assert extract_last_words(f"{quoted}\n{NOISE}", "RuntimeError", 3) == quoted
 
 
 def raised(error: BaseException) -> str:
@@ -83,10 +87,10 @@ def test_groups_of_exceptions() -> None:
     group = ExceptionGroup("a", [ValueError(1), inner])
     text = raised(group)
     for kind, after in ((None, "\ngoodbye"), ("ExceptionGroup", "")):
-        assert last_words(NOISE + text + "goodbye\n", kind, 0) == text.rstrip() + after
-    assert last_words(raised(group) + SECOND, "ValueError", 0) == SECOND
+        assert extract_last_words(NOISE + text + "goodbye\n", kind, 0) == text.rstrip() + after
+    assert extract_last_words(raised(group) + SECOND, "ValueError", 0) == SECOND
     bare = "".join(traceback.format_exception(group.derive([ValueError(1)])))
-    assert last_words(f"{bare}{NOISE}", "ExceptionGroup", 0) == bare.rstrip()
+    assert extract_last_words(f"{bare}{NOISE}", "ExceptionGroup", 0) == bare.rstrip()
 
 
 def test_what_python_writes() -> None:
@@ -119,7 +123,7 @@ except ZeroDivisionError:
         [sys.executable, "-I", "-S", "-c", body], capture_output=True, text=True, check=False
     ).stderr
     assert all(words in said for words in ("ignored", "late", "in a thread", "goodbye"))
-    words = last_words(said, "ValueError", 0).splitlines()
+    words = extract_last_words(said, "ValueError", 0).splitlines()
     assert (
         words[-1] == "ValueError: the one"
         and "ZeroDivisionError: division by zero" in words

@@ -145,8 +145,8 @@ class Sink:
         self.screen = Screen(writer)
 
     def text(self) -> bytes:
-        while self.screen.pending:
-            self.screen.write()
+        while self.screen.has_pending:
+            self.screen.write_pending()
         return os.read(self.reader, 1 << 16)
 
 
@@ -160,7 +160,7 @@ class TestScreen:
                 streams[rank] = (writer, OutputStream(rank, reader, sink.screen))
             writer, stream = streams[rank]
             os.write(writer, data)
-            stream.read()
+            stream.read_output()
         for writer, stream in streams.values():
             os.close(writer)
             stream.close()
@@ -194,13 +194,13 @@ class TestScreen:
         reader, writer = os.pipe()
         stream = OutputStream(0, reader, sink.screen)
         os.write(writer, b"ready? ")
-        stream.read()
-        stream.idle(stream._since)
-        assert not sink.screen.pending
-        stream.idle(time.monotonic() + 1)
+        stream.read_output()
+        stream.show_if_idle(stream._read_at)
+        assert not sink.screen.has_pending
+        stream.show_if_idle(time.monotonic() + 1)
         assert sink.text() == b"[0] ready? "
         os.write(writer, b"yes\n")
-        stream.read()
+        stream.read_output()
         assert sink.text() == b"yes\n"
 
 

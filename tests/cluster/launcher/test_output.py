@@ -89,7 +89,7 @@ os._exit(other)
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.skipif(bool(kernel.missing()), reason=kernel.missing())
+@pytest.mark.skipif(bool(kernel.find_missing()), reason=kernel.find_missing())
 def test_run_in_a_lab(job):
     (job.folder / "script.py").write_text(WORKER)
     (job.folder / "c.toml").write_text("[[host]]\n[[host]]\n")
@@ -161,7 +161,7 @@ def test_tracebacks_of_an_interrupt_are_left_out(written: str, shown: str) -> No
         stream.hush_interrupts()
         for part in parts:
             os.write(writer, part.encode())
-            stream.read()
+            stream.read_output()
         os.close(writer)
         stream.close()
         assert copied.decode() == shown

@@ -38,7 +38,7 @@ class Host:
         nothing: Any = None
         number = len(self.workers) + 1
         self.workers.append(
-            WorkerProcess(rank, nothing, (nothing, nothing), -1, -1, -1, number=number)
+            WorkerProcess(rank, nothing, (nothing, nothing), -1, -1, -1, worker_number=number)
         )
 
     def _again(self, rank: int) -> None:
@@ -54,10 +54,10 @@ class Host:
         if trained is not None:
             newest.records.append({"event": "surviving", "time": self.at})
         self.at += 20.0 if trained is None else trained
-        newest.ended, newest.code, died = self.at, 137, self.at
+        newest.ended_at, newest.exit_code, died = self.at, 137, self.at
         before = len(self.started)
         while len(self.started) == before:
-            assert self.mending.turn(self.workers, killed) is None
+            assert self.mending.replace_ended_workers(self.workers, killed) is None
             self.at += 0.25
         assert self.started[-1][1] == rank
         return self.started[-1][0] - died
@@ -95,8 +95,8 @@ def test_what_was_is_forgotten_after_a_while_of_training(host):
 
 def test_the_last_to_fail_ends_the_job_once_it_has_ended(host, monkeypatch):
     """The others were survived, also where the last takes long to end."""
-    monkeypatch.setattr(WorkerProcess, "order", lambda worker, line: None)
-    monkeypatch.setattr(Replacement, "_free", lambda mending, workers, now: None)
+    monkeypatch.setattr(WorkerProcess, "send_order", lambda worker, line: None)
+    monkeypatch.setattr(Replacement, "_end_stopped_workers", lambda mending, workers, now: None)
     host.mending.restarts = 0
     first, second = host.workers
 
@@ -111,12 +111,12 @@ def test_the_last_to_fail_ends_the_job_once_it_has_ended(host, monkeypatch):
         return Failure(1, "host", 1, "failed with exit code 1 (KeyError)", False, 3.0, "")
 
     first.ended = host.at
-    assert turn() is None and host.mending.assembly.view.workers == (2,)
+    assert turn() is None and host.mending.elastic_peers.view.workers == (2,)
     host.at += 1.0
     second.records.append(
         {"event": "failed", "time": host.at, "type": "KeyError", "message": "x", "is_echo": False}
     )
-    assert turn() is None and host.mending.assembly.view.workers == ()
+    assert turn() is None and host.mending.elastic_peers.view.workers == ()
     host.at += 3.0
     second.ended = host.at
     found = turn()

@@ -7,7 +7,12 @@ from __future__ import annotations
 import pytest
 
 from paceline.cluster import topology_file
-from paceline.cluster.launcher.request import LaunchRequest, check, deal, meeting_point
+from paceline.cluster.launcher.request import (
+    LaunchRequest,
+    check_request,
+    deal_ranks,
+    parse_meeting_point,
+)
 from paceline.errors import UsageError
 from tests.harness.clusters import measured
 
@@ -39,14 +44,14 @@ from tests.harness.clusters import measured
 )
 def test_nonsense_is_named(changes, words):
     with pytest.raises(UsageError, match=words):
-        check(LaunchRequest(**{"script": __file__, **changes}))
+        check_request(LaunchRequest(**{"script": __file__, **changes}))
 
 
 def test_a_measured_cluster_is_of_hosts_that_stay(tmp_path):
-    topology_file.write(tmp_path / "cluster.json", measured({"a": 1e8, "b": 1e8}))
-    check(LaunchRequest(__file__, hosts=2, join="a:1", cluster=tmp_path / "cluster.json"))
+    topology_file.write_topology(tmp_path / "cluster.json", measured({"a": 1e8, "b": 1e8}))
+    check_request(LaunchRequest(__file__, hosts=2, join="a:1", cluster=tmp_path / "cluster.json"))
     with pytest.raises(UsageError, match="with --min-workers hosts change: leave one out"):
-        check(
+        check_request(
             LaunchRequest(
                 __file__, hosts=2, join="a:1", cluster=tmp_path / "cluster.json", min_workers=1
             )
@@ -62,14 +67,17 @@ def test_a_measured_cluster_is_of_hosts_that_stay(tmp_path):
     ],
 )
 def test_ranks_are_dealt(workers, block, turns):
-    assert deal(workers, "block") == block and deal(workers, "round-robin") == turns
+    assert deal_ranks(workers, "block") == block and deal_ranks(workers, "round-robin") == turns
 
 
 @pytest.mark.parametrize("join", ["a", "a:", ":1", "a:0", "a:70000", "a:b"])
 def test_join(join):
     with pytest.raises(UsageError, match="isn't HOST:PORT"):
-        meeting_point(join)
+        parse_meeting_point(join)
 
 
 def test_join_reads_addresses():
-    assert meeting_point("[::1]:5") == ("::1", 5) and meeting_point("a.b:29400") == ("a.b", 29400)
+    assert parse_meeting_point("[::1]:5") == ("::1", 5) and parse_meeting_point("a.b:29400") == (
+        "a.b",
+        29400,
+    )

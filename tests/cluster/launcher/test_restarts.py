@@ -19,7 +19,7 @@ import torch
 from paceline.cluster.discover import JobStart
 from paceline.cluster.hosts.peers import Failure, NoPeers
 from paceline.cluster.hosts.restart_messages import HostReport
-from paceline.cluster.launcher.restarts import JobRestarts, newest
+from paceline.cluster.launcher.restarts import JobRestarts, find_newest_checkpoint
 from tests.harness.jobs import ROOT, Job, Jobs, wait_for
 from tests.harness.survivors import Outcome, apart, outcome, script
 
@@ -58,46 +58,53 @@ class Reported(NoPeers):
     """Launchers of several hosts, which have reported already."""
 
     def tell_ended(self, report: HostReport) -> None:
-        assert self.ended is not None
+        assert self.host_reports is not None
 
 
 def judged(restarts: JobRestarts, failure: Failure, *hosts: list[Any]) -> str:
     """What follows, in words, on a failure that these hosts report, each with its workers."""
     peers = Reported()
-    restarts.begin(peers)
-    peers.ended = {
-        number: restarts.report(failure, workers) for number, workers in enumerate(hosts)
+    restarts.begin_start(peers)
+    peers.host_reports = {
+        number: restarts.make_report(failure, workers) for number, workers in enumerate(hosts)
     }
-    assert restarts.settle(failure, hosts[0])
-    return restarts.words
+    assert restarts.settle_sequel(failure, hosts[0])
+    return restarts.sequel_words
 
 
 class TestJudge:
     def test_a_killed_worker_as_often_as_is_allowed(self, tmp_path):
         restarts = JobRestarts(2)
-        assert not restarts.take()
+        assert not restarts.take_due()
         assert judged(restarts, KILLED, [worker(0)]) == "all start again (restart 1 of 2)"
-        assert restarts.take() and not restarts.take()
-        assert restarts.start.folder is None
+        assert restarts.take_due() and not restarts.take_due()
+        assert restarts.present_start.folder is None
         saved(tmp_path, "step-00000005", 1)
         job = [worker(0, opened(tmp_path)), worker(1)]
         assert (
             judged(restarts, KILLED, job) == "all start again from step-00000005 (restart 2 of 2)"
         )
-        assert restarts.take()
-        assert (restarts.start.folder, restarts.start.seed, restarts.start.began) == (
+        assert restarts.take_due()
+        assert (
+            restarts.present_start.folder,
+            restarts.present_start.seed,
+            restarts.present_start.began,
+        ) == (
             str(tmp_path),
             7,
             3.0,
         )
-        assert [what for _, what in restarts.start.events] == [
+        assert [what for _, what in restarts.present_start.events] == [
             "rank 1 on box was killed by SIGKILL (exit code 137); all start again (restart 1 of 2)",
             (
                 "rank 1 on box was killed by SIGKILL (exit code 137); "
                 "all start again from step-00000005 (restart 2 of 2)"
             ),
         ]
-        assert judged(restarts, KILLED, [worker(0, opened(tmp_path))]) == "" and not restarts.take()
+        assert (
+            judged(restarts, KILLED, [worker(0, opened(tmp_path))]) == ""
+            and not restarts.take_due()
+        )
 
     def test_nothing_saved(self, tmp_path):
         words = judged(JobRestarts(1), KILLED, [worker(0, opened(tmp_path))])
@@ -111,14 +118,14 @@ class TestJudge:
             JobRestarts(9),
             [worker(0, opened(tmp_path)), worker(1, opened(tmp_path), error())],
         )
-        assert "restart 1 of 9" in judged(restarts, FAILED, job) and restarts.take()
+        assert "restart 1 of 9" in judged(restarts, FAILED, job) and restarts.take_due()
         saved(tmp_path, "step-00000010", 10)
-        assert "restart 2 of 9" in judged(restarts, FAILED, job) and restarts.take()
+        assert "restart 2 of 9" in judged(restarts, FAILED, job) and restarts.take_due()
         assert (
             judged(restarts, FAILED, job)
             == "it isn't started again: the same error has come before, from the same place on"
         )
-        assert not restarts.take()
+        assert not restarts.take_due()
         other = [worker(0, opened(tmp_path)), worker(1, opened(tmp_path), error(message="another"))]
         assert "restart 3 of 9" in judged(restarts, FAILED, other)
 
@@ -138,21 +145,23 @@ class TestJudge:
         words = judged(restarts, FAILED, [worker(0), worker(1, error("DataError", is_final=True))])
         assert (
             words == "it isn't started again: every start would end in this DataError"
-            and not restarts.take()
+            and not restarts.take_due()
         )
-        assert restarts.start == JobStart()
+        assert restarts.present_start == JobStart()
 
     def test_a_job_of_several_runs(self):
         restarts = JobRestarts(9)
         words = judged(
             restarts, KILLED, [worker(0, opened("a"), opened("b")), worker(1, opened("a"))]
         )
-        assert "has opened 2 runs" in words and not restarts.take()
+        assert "has opened 2 runs" in words and not restarts.take_due()
 
     def test_the_error_of_a_worker_of_another_host(self, tmp_path):
         hosts = [worker(0, opened(tmp_path))], [worker(1, opened(tmp_path), error())]
         restarts = JobRestarts(9)
-        assert "from where the run began" in judged(restarts, FAILED, *hosts) and restarts.take()
+        assert (
+            "from where the run began" in judged(restarts, FAILED, *hosts) and restarts.take_due()
+        )
         assert judged(restarts, FAILED, *hosts).startswith("it isn't started again: the same error")
         final = [worker(1, error("UsageError", is_final=True))]
         assert (
@@ -170,7 +179,7 @@ class TestJudge:
                 judged(restarts, gone, job)
                 == f"all start again from step-00000005 {waits} (restart {number} of 2)"
             )
-        assert restarts.take() and restarts.start.events[1][1].startswith(
+        assert restarts.take_due() and restarts.present_start.events[1][1].startswith(
             "host far is gone: it hung up; all start again"
         )
         assert judged(restarts, gone, job) == ""
@@ -185,10 +194,10 @@ class TestJudge:
             Reported(),
             Failure(None, "first", 1, "is gone"),
         )
-        restarts.begin(peers)
-        peers.ended = {1: restarts.report(gone, [worker(2, opened(tmp_path))])}
-        assert restarts.settle(gone, [])
-        assert restarts.words == (
+        restarts.begin_start(peers)
+        peers.host_reports = {1: restarts.make_report(gone, [worker(2, opened(tmp_path))])}
+        assert restarts.settle_sequel(gone, [])
+        assert restarts.sequel_words == (
             "all start again once another host has come in its place, for which they wait 5 s "
             "(restart 1 of 1)"
         )
@@ -202,30 +211,30 @@ def test_hosts_may_have_the_folder_of_a_run_in_different_places(tmp_path):
     peers, first, second, third = NoPeers(), JobRestarts(3), JobRestarts(3), JobRestarts(3)
     hosts = {0: (first, tmp_path / "a"), 1: (second, tmp_path / "b")}
     reports = {
-        number: each.report(KILLED, [worker(number, opened(folder))])
+        number: each.make_report(KILLED, [worker(number, opened(folder))])
         for number, (each, folder) in hosts.items()
     }
-    peers.sequel = first.judge(KILLED, reports)
+    peers.sequel = first.decide_sequel(KILLED, reports)
     for each in (first, second):
-        each.begin(peers)
-        assert each.settle(KILLED, []) and each.take()
+        each.begin_start(peers)
+        assert each.settle_sequel(KILLED, []) and each.take_due()
     peers.state = peers.sequel.state
-    third.begin(peers)
-    assert [each.start.folder for each in (first, second, third)] == [
+    third.begin_start(peers)
+    assert [each.present_start.folder for each in (first, second, third)] == [
         str(tmp_path / name) for name in "aba"
     ]
-    assert {each.start.seed for each in (first, second, third)} == {7} and len(
-        third.start.events
+    assert {each.present_start.seed for each in (first, second, third)} == {7} and len(
+        third.present_start.events
     ) == 1
 
 
 def test_the_newest_checkpoint_is_the_one_written_last(tmp_path):
-    assert newest(tmp_path / "checkpoints") is None
+    assert find_newest_checkpoint(tmp_path / "checkpoints") is None
     saved(tmp_path, "step-00000300", 10)
     saved(tmp_path, "step-00000100", 20)  # after the run began anew
     (tmp_path / "checkpoints" / ".saving-x").mkdir()
     (tmp_path / "checkpoints" / "step-00000400").mkdir()  # without a manifest it is none
-    assert newest(tmp_path / "checkpoints") == "step-00000100"
+    assert find_newest_checkpoint(tmp_path / "checkpoints") == "step-00000100"
 
 
 def test_starts_are_told_in_text():

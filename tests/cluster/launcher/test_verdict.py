@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from paceline.cluster.hosts.peers import Failure
-from paceline.cluster.launcher.verdict import FailureSearch, cause
-from paceline.cluster.launcher.worker import ending
+from paceline.cluster.launcher.verdict import FailureSearch, pick_first_failure
+from paceline.cluster.launcher.worker import describe_end
 from paceline.timings import SupervisorTimings
 
 TIMINGS = SupervisorTimings(culprit=5.0, echo=20.0, last_words=1.0, left=5.0, slack=0.2)
@@ -53,17 +53,21 @@ def rank(found: Failure | None) -> int | None:
 
 def test_nobody_has_failed() -> None:
     found = search(Worker(0, [JOINED]), Worker(1, [JOINED], ended=9.0, was_sent={signal.SIGTERM}))
-    assert found.judge(1.0) is None and not found.signed
+    assert found.find_first_failure(1.0) is None and not found.has_sign
 
 
 def test_a_culprit_is_named_once_it_has_had_the_time() -> None:
     found = search(Worker(0, [failed()], ended=0.5, code=1), Worker(1))
-    assert [rank(found.judge(now)) for now in (1.0, 5.9, 6.1)] == [None, None, 0] and found.signed
+    assert [rank(found.find_first_failure(now)) for now in (1.0, 5.9, 6.1)] == [
+        None,
+        None,
+        0,
+    ] and found.has_sign
 
 
 def test_a_culprit_that_has_not_ended_gets_a_moment_for_its_words() -> None:
     found = search(Worker(0, [failed()]), Worker(1))
-    assert [rank(found.judge(now)) for now in (1.0, 6.9, 7.1)] == [None, None, 0]
+    assert [rank(found.find_first_failure(now)) for now in (1.0, 6.9, 7.1)] == [None, None, 0]
 
 
 def test_an_echo_waits_longer_and_gives_way_to_the_cause() -> None:
@@ -72,14 +76,14 @@ def test_an_echo_waits_longer_and_gives_way_to_the_cause() -> None:
         Worker(1),
     ]
     found = search(*workers)
-    assert found.judge(1.0) is None and found.judge(7.0) is None
+    assert found.find_first_failure(1.0) is None and found.find_first_failure(7.0) is None
     workers[1].records.append(failed(ago=0.0))
     workers[1].ended, workers[1].code = time.time(), 1
-    assert rank(found.judge(7.1)) == 1  # and nobody is left to be waited for
+    assert rank(found.find_first_failure(7.1)) == 1  # and nobody is left to be waited for
 
 
 def test_all_have_ended() -> None:
-    assert rank(search(Worker(0, [failed()], ended=0.5, code=1)).judge(1.0)) == 0
+    assert rank(search(Worker(0, [failed()], ended=0.5, code=1)).find_first_failure(1.0)) == 0
 
 
 @pytest.mark.parametrize(
@@ -94,7 +98,7 @@ def test_who_leaves_without_a_word(
     """
     leaver = Worker(0, [JOINED], ended=ago)
     found = search(leaver, *[Worker(1, [JOINED])] * others, decided=decided)
-    failure = found.suspect(leaver)  # type: ignore[arg-type]
+    failure = found.find_failure(leaver)  # type: ignore[arg-type]
     assert rank(failure) == named and (failure is None or "left in the middle" in failure.words)
 
 
@@ -105,7 +109,7 @@ def test_who_never_came_to_a_run_that_others_are_in(
     ago: float, records: list[dict[str, Any]], named: int | None
 ) -> None:
     leaver = Worker(0, [], ended=ago)
-    failure = search(leaver, Worker(1, records)).suspect(leaver)  # type: ignore[arg-type]
+    failure = search(leaver, Worker(1, records)).find_failure(leaver)  # type: ignore[arg-type]
     assert rank(failure) == named and (
         failure is None or "before it joined the run" in failure.words
     )
@@ -114,7 +118,7 @@ def test_who_never_came_to_a_run_that_others_are_in(
 def test_who_never_came_to_a_run_is_not_to_blame_where_others_fail() -> None:
     leaver = Worker(0, [], ended=9.0)
     assert (
-        search(leaver, Worker(1, [JOINED, failed()], ended=1.0, code=1), decided=True).suspect(
+        search(leaver, Worker(1, [JOINED, failed()], ended=1.0, code=1), decided=True).find_failure(
             leaver
         )
         is None
@@ -127,7 +131,7 @@ def test_who_ends_by_an_exit_code_of_its_own_is_no_echo() -> None:
     """
     for code, is_echo in ((1, True), (3, False), (134, True)):
         worker = Worker(0, [failed("Mismatch", is_echo=True)], ended=1.0, code=code)
-        failure = search(worker).suspect(worker)  # type: ignore[arg-type]
+        failure = search(worker).find_failure(worker)  # type: ignore[arg-type]
         assert failure is not None and (failure.code, failure.is_echo) == (code, is_echo)
 
 
@@ -135,7 +139,7 @@ def test_the_exit_code_of_a_worker_that_had_to_be_ended() -> None:
     worker = Worker(
         0, [failed("SystemExit") | {"code": 3}], ended=1.0, code=143, was_sent={signal.SIGTERM}
     )
-    failure = search(worker).suspect(worker)  # type: ignore[arg-type]
+    failure = search(worker).find_failure(worker)  # type: ignore[arg-type]
     assert failure is not None and (failure.code, failure.words) == (
         3,
         "failed with exit code 3 (SystemExit)",
@@ -144,22 +148,25 @@ def test_the_exit_code_of_a_worker_that_had_to_be_ended() -> None:
 
 def test_who_closed_its_run_has_not_failed() -> None:
     leaver = Worker(0, [JOINED, {"event": "closed"}], ended=9.0)
-    assert search(leaver, Worker(1, [JOINED])).suspect(leaver) is None  # type: ignore[arg-type]
+    assert search(leaver, Worker(1, [JOINED])).find_failure(leaver) is None  # type: ignore[arg-type]
 
 
 def test_what_is_said_of_a_failure() -> None:
     worker = Worker(3, [failed()], ended=1.0, code=7)
-    failure = search(worker).suspect(worker)  # type: ignore[arg-type]
+    failure = search(worker).find_failure(worker)  # type: ignore[arg-type]
     assert failure is not None and (failure.rank, failure.host, failure.code) == (3, "box", 7)
     assert failure.words == "failed with exit code 7 (ValueError)" and failure.tail.endswith("E: x")
 
 
 def died(number: int, code: int, age: float) -> Failure:
-    return Failure(number, "box", code, ending(code), False, age, "")
+    return Failure(number, "box", code, describe_end(code), False, age, "")
 
 
 def test_of_deaths_that_come_together_the_signal_is_the_cause() -> None:
     first, second = died(0, 1, 1.1), died(1, 137, 1.0)
-    assert cause([first, second], 0.2) is second and cause([first, died(1, 137, 0.5)], 0.2) is first
+    assert (
+        pick_first_failure([first, second], 0.2) is second
+        and pick_first_failure([first, died(1, 137, 0.5)], 0.2) is first
+    )
     # how libraries answer to another's death
-    assert cause([first, died(1, 128 + signal.SIGABRT, 1.0)], 0.2) is first
+    assert pick_first_failure([first, died(1, 128 + signal.SIGABRT, 1.0)], 0.2) is first

@@ -92,7 +92,11 @@ def test_bytes_and_spans() -> None:
         relay.all_reduce(torch.ones(6000), rounded, "bucket 0").wait()
         traffic = relay.traffic
         relay.close()
-        return traffic.within, traffic.between, {(span.name, span.kind) for span in trace.spans()}
+        return (
+            traffic.within,
+            traffic.between,
+            {(span.name, span.kind) for span in trace.list_spans()},
+        )
 
     results = spawn(4, body, hosts=(0, 0, 1, 1))
     for rank, (within, between, spans) in enumerate(results):

@@ -349,7 +349,7 @@ def test_the_trace_tells_the_phases_within_and_between_hosts(
         whole = made(group, (0, 0, 1, 1), trace=Trace())
         whole.all_reduce(torch.ones(3000)).wait()
         whole.close()
-        return Counter(span.kind for span in whole.trace.spans())
+        return Counter(span.kind for span in whole.trace.list_spans())
 
     leader, other = {"within": 6, "between": 3}, {"within": 6}
     assert spawn(4, body) == [leader, other, leader, other]

@@ -302,7 +302,7 @@ def test_the_trace_tells_the_phases() -> None:
         whole.all_gather(torch.ones(3 * 64)).wait()
         whole.reduce_scatter(torch.ones(4 * 2 * 64)).wait()
         whole.close()
-        return Counter((span.name, span.kind) for span in whole.trace.spans())
+        return Counter((span.name, span.kind) for span in whole.trace.list_spans())
 
     gathered = {("all-gather", "between"): 3, ("hand out", "within"): 3}
     reduced = {("sum", "within"): 2, ("reduce-scatter", "between"): 2}

@@ -38,7 +38,7 @@ def connected() -> Iterator[Callable[[int], Ends]]:
     def make(size: int) -> Ends:
         ends = [ControlNetwork("127.0.0.1", rank, range(10, 10 + size)) for rank in range(size)]
         made.extend(ends)
-        meeting = store.memory(b"s" * 32)
+        meeting = store.make_local_store(b"s" * 32)
         together(
             lambda end: end.connect_ranks(
                 meeting, [other.listening for other in ends], PATIENCE, never
@@ -260,13 +260,13 @@ class TestConnecting:
         with pytest.raises(
             DeadlineExceeded, match=r"ranks \[11, 12\] have not connected to rank 10 in 0.2 s"
         ) as caught:
-            self.connect(ends[0], ends, store.memory(), 0.2)
+            self.connect(ends[0], ends, store.make_local_store(), 0.2)
         assert caught.value.missing == (11, 12)
 
     def test_who_has_gone_is_named(self, ends: Ends) -> None:
         ends[0].close()
         with pytest.raises(WorkerLost, match="rank 10 is gone: no process listens") as caught:
-            self.connect(ends[1], ends, store.memory())
+            self.connect(ends[1], ends, store.make_local_store())
         assert caught.value.ranks == (10,)
 
     def test_the_wait_can_be_given_up(self, ends: Ends) -> None:
@@ -274,11 +274,11 @@ class TestConnecting:
             raise ViewChanged("another rank has gone")
 
         with pytest.raises(ViewChanged, match="another rank has gone"):
-            self.connect(ends[0], ends, store.memory(), check=check)
+            self.connect(ends[0], ends, store.make_local_store(), check=check)
 
     def test_strangers_are_not_let_in(self, ends: Ends) -> None:
         meeting, address = (
-            store.memory(b"s" * 32),
+            store.make_local_store(b"s" * 32),
             (ends[0].listening.address, ends[0].listening.port),
         )
         for said in (b"", b"x" * 100):
@@ -299,7 +299,7 @@ class TestConnecting:
         """
         monkeypatch.setattr(connection, "PROOF", PATIENCE)
         meeting, address = (
-            store.memory(b"s" * 32),
+            store.make_local_store(b"s" * 32),
             (ends[0].listening.address, ends[0].listening.port),
         )
         with strangers.held_open(address, held) as silent:
@@ -320,7 +320,7 @@ class TestConnecting:
 
         def connect(end: ControlNetwork) -> str:
             try:
-                self.connect(end, ends, store.memory(bytes([end.rank]) * 32), check=check)
+                self.connect(end, ends, store.make_local_store(bytes([end.rank]) * 32), check=check)
             except SecretError:
                 refused.set()
                 return "refused"
@@ -335,7 +335,7 @@ class TestConnecting:
         self, ends: Ends, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(connection, "PROOF", 0.05)
-        meeting = store.memory()
+        meeting = store.make_local_store()
         with ThreadPoolExecutor(1) as pool:
             caller = pool.submit(self.connect, ends[1], ends, meeting)
             # by then it has given up at least one connection, which lies in the queue of the

@@ -46,9 +46,9 @@ def test_a_circle_is_found_by_both() -> None:
 @pytest.mark.slow
 def test_a_store_that_is_slow_is_waited_for() -> None:
     class Slow(Store):
-        def first(self, key: str, value: Any) -> Any:
+        def set_if_absent(self, key: str, value: Any) -> Any:
             time.sleep(1.1)
-            return super().first(key, value)
+            return super().set_if_absent(key, value)
 
     base = HashStore()
     first = GroupEnd("WorkerLost", "rank 2 is gone", (2,))

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from paceline.cluster.store import memory
+from paceline.cluster.store import make_local_store
 from paceline.comm.native.torch_group import TorchGroup
 from paceline.comm.p2p.process_pairs import PairSetting, ProcessPairs
 from paceline.errors import DeadlineExceeded, ResourceError, UsageError, ViewChanged
@@ -82,7 +82,7 @@ def test_workers_that_cannot_share_memory_use_the_network(monkeypatch: pytest.Mo
 
 
 def test_nothing_more_is_sent_once_the_group_has_ended() -> None:
-    group = TorchGroup.from_store(memory(), 0, 1)
+    group = TorchGroup.from_store(make_local_store(), 0, 1)
     both = ProcessPairs(
         PairSetting(0, (0,), (0,), ("a",), 60.0, lambda word: [word], lambda: group.broken),
         torch.device("cpu"),

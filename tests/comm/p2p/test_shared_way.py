@@ -68,7 +68,7 @@ def test_a_message_arrives_though_its_sender_has_left(monkeypatch: pytest.Monkey
         else:
             other = both.receive(1, 7)
             # messages of all lanes are taken meanwhile
-            wait_for(lambda: other.done() and store.has(["closed"]))
+            wait_for(lambda: other.done() and store.has_keys(["closed"]))
             assert both.receive(1, 0).wait().tensors[0].sum() == 400_000
             with pytest.raises(WorkerLost, match="rank 1 has closed its end"):
                 both.receive(1, 0).wait()

@@ -847,7 +847,7 @@ def test_a_wait_in_one_group_pushes_the_pending_operations_of_its_relatives() ->
 
 def test_many_groups_in_one_process() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        groups = [join(store.sub(str(number)), rank, size) for number in range(6)]
+        groups = [join(store.open_substore(str(number)), rank, size) for number in range(6)]
         works = [
             group.all_reduce(torch.full((20_000,), float(number)))
             for number, group in enumerate(groups)
@@ -906,7 +906,7 @@ def test_no_file_is_made_and_no_descriptor_is_left(monkeypatch: pytest.MonkeyPat
 
     def body(rank: int, size: int, store: Store) -> None:
         def use(number: int) -> None:
-            group = join(store.sub(str(number)), rank, size)
+            group = join(store.open_substore(str(number)), rank, size)
             sub = group.make_subgroup([0, 1])
             assert sub is not None
             memory = group.empty((100_000,), torch.float32)
@@ -951,8 +951,8 @@ def test_too_little_shared_memory_is_said_on_all_ranks(small: Path, tmp_path: Pa
                 r".*small has 1 MiB free\)"
             ),
         ):
-            join(store.sub("a"), rank, size, folder=str(small))
-        group = join(store.sub("b"), rank, size, folder=str(tmp_path))
+            join(store.open_substore("a"), rank, size, folder=str(small))
+        group = join(store.open_substore("b"), rank, size, folder=str(tmp_path))
         group.segment.folder = str(small)
         with pytest.raises(ResourceError, match="shm-size"):
             group.empty((10**6,), torch.float32)

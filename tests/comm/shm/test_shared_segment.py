@@ -185,7 +185,7 @@ def test_an_error_of_one_is_raised_by_all(monkeypatch: pytest.MonkeyPatch, tmp_p
                     lambda *_, **__: (_ for _ in ()).throw(ResourceError("not here")),
                 )
             with pytest.raises(ResourceError, match=r"not here|No such file"):
-                meet = meeting(store.sub(folder), rank, size)
+                meet = meeting(store.open_substore(folder), rank, size)
                 make_shared_segment(8192, rank, 0, meet, inside=True, folder=folder)  # type: ignore[arg-type]
         assert list(tmp_path.iterdir()) == [] or rank != 0
 

@@ -116,7 +116,7 @@ def test_several_threads_may_wait() -> None:
 def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         boards = [
-            ControlSegment.from_store(store.sub(name), rank, range(size), deadline=60)
+            ControlSegment.from_store(store.open_substore(name), rank, range(size), deadline=60)
             for name in "ab"
         ]
         relatives: list[Any] = []
@@ -131,7 +131,8 @@ def test_relatives_are_pushed_together_and_forgotten_when_gone() -> None:
             other.start_work(CALL, counting(boards[1], 1, log, "b")).wait()
         del other
         third = WorkQueue(
-            ControlSegment.from_store(store.sub("c"), rank, range(size), deadline=60), relatives
+            ControlSegment.from_store(store.open_substore("c"), rank, range(size), deadline=60),
+            relatives,
         )
         assert [ref() for ref in relatives] == [one, third]
 

@@ -77,7 +77,7 @@ def test_readers_from_elsewhere_need_a_token_that_tells_nothing_of_the_secret() 
             page_url(everywhere, guard)
             == f"http://{socket.gethostname()}:{everywhere.getsockname()[1]}/?token={guard.token}"
         )
-    if network.local("::1"):
+    if network.is_own_address("::1"):
         with WatchAddress.parse_address("[::1]:0", "--watch").open_socket() as six:
             assert PageGuard.for_socket(six, KEY) == PageGuard("") and page_url(
                 six, PageGuard()

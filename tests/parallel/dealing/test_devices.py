@@ -215,7 +215,7 @@ def test_one_device_is_none_to_deal_layers_to() -> None:
         with pytest.raises(UsageError, match=r"has to name two devices at least"):
             layers(LAYERS, devices=given)
     cut = layers(LAYERS, devices=["cuda:0", "cuda:1"])
-    assert notation.cuts(repr(cut)) == (cut,)
+    assert notation.parse_cuts(repr(cut)) == (cut,)
 
 
 def test_backward_is_in_one_thread_until_the_run_is_over(tmp_path: Path) -> None:

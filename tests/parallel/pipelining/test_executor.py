@@ -53,15 +53,15 @@ class Passes:
         self.lasts: list[bool] = []
         self.open = False
 
-    def begin(self, *, last: bool) -> None:
+    def begin_pass(self, *, last: bool) -> None:
         assert not self.open
         self.open = True
         self.lasts.append(last)
 
-    def gather(self, parameters: Sequence[Tensor]) -> None:
+    def gather_parameters(self, parameters: Sequence[Tensor]) -> None:
         assert self.open and parameters
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         self.open = False
 
 

@@ -42,7 +42,9 @@ def profiled(
         optimizer.zero_grad()
         with torch.no_grad():
             run.step(model, tokens, tokens, loss=next_tokens)  # an evaluation, which isn't measured
-    return run._prepared.cuts.pipelines[0][1].make_profile(), run._prepared.context.trace.spans()
+    return run._prepared.cuts.pipelines[0][
+        1
+    ].make_profile(), run._prepared.context.trace.list_spans()
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zero-bubble"])
@@ -113,7 +115,9 @@ def test_a_wait_is_named_by_what_comes() -> None:
             profiler.wait_for_message = waiting  # type: ignore[method-assign]
         run.step(model, torch.ones(4, 4), torch.ones(4, 4), loss=nn.functional.mse_loss)
         assert meter.traffic.within > 0  # messages count along `stage`
-        return [span.name for span in run._prepared.context.trace.spans() if span.kind == "stage"]
+        return [
+            span.name for span in run._prepared.context.trace.list_spans() if span.kind == "stage"
+        ]
 
     names = workers(2, body, mesh="stage=2")[1]
     assert names.index("what stage 0 gives stage 1 for micro-batch 0") < names.index(

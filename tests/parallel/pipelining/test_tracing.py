@@ -33,7 +33,7 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.steps: Any = 2
+        self.steps_made: Any = 2
 
     def graph(self) -> LayerGraph:
         return trace_layers(self, "one, two")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.cluster.mesh import lay_out
+from paceline.cluster.mesh import lay_out_mesh
 from paceline.comm.axis_groups import AxisGroups
 from paceline.errors import UsageError
 from paceline.parallel.cut import CutContext
@@ -142,7 +142,7 @@ def test_models_that_were_built_without_memory(zero: Any) -> None:
     models, alone = [build() for _ in range(3)], threading.Lock()  # threads share torch's generator
 
     def body(group: ThreadGroup) -> Tensor:
-        axes = AxisGroups(lay_out({"shard": None}, one_host(3)), group)
+        axes = AxisGroups(lay_out_mesh({"shard": None}, one_host(3)), group)
         model, around = models[group.rank], CutContext(axes.mesh, axes, Placements())
         with alone:
             blueprint = Blueprint(model)

@@ -62,7 +62,7 @@ def test_a_layer_that_forgets_its_sum_is_seen(mutant: str, monkeypatch: pytest.M
             exchanges._GatherInput,
             "backward",
             lambda ctx, grad: (
-                ctx.exchanged[0].view_piece(grad, ctx.exchanged[1], ""),
+                ctx.record_wait[0].view_piece(grad, ctx.record_wait[1], ""),
                 None,
                 None,
                 None,

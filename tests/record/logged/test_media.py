@@ -7,7 +7,7 @@ import torch
 from paceline.record.logged.histogram import HistogramCounts, histogram
 from paceline.record.logged.image import Pixels, image
 from paceline.record.logged.media import HeldMedia
-from paceline.state.snapshot import loads, pack
+from paceline.state.snapshot import make_snapshot, snapshot_from_bytes
 
 
 def test_what_is_held_comes_out() -> None:
@@ -20,7 +20,9 @@ def test_a_checkpoint_keeps_it() -> None:
         HeldMedia.hold_media(image(torch.ones(1, 2, 2))),
         HeldMedia.hold_media(histogram(torch.tensor([1.0, 2.0]), 2)),
     )
-    states = loads(pack([each.to_state() for each in shown]).dumps()).unpack()
+    states = snapshot_from_bytes(
+        make_snapshot([each.to_state() for each in shown]).to_bytes()
+    ).unpack_state()
     pixels, counts = (HeldMedia.from_state(state).read_content() for state in states)
     assert isinstance(pixels, Pixels) and pixels.data.tolist() == [[[255], [255]]] * 2
     assert counts == shown[1].read_content()

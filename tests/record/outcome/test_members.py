@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.record.outcome.members import RunMembers
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 
 
 def test_the_drawing() -> None:
@@ -49,7 +49,7 @@ def test_looks_have_what_was_since_the_last_one_and_lose_nothing() -> None:
     members.add_lateness({0: 0.05, 1: 0.0})
     assert members.take_look(0.5) == {
         "0": [1, 0.1, 0.2, 0.3, 0.4, 0.05],
-        "1": [0, *[0.0] * len(PARTS), 0.0],
+        "1": [0, *[0.0] * len(STEP_PARTS), 0.0],
     }
     for worker in (0, 1):
         members.add_step(worker, 2, [0.1, 0.2, 0.3, 0.4], [0, 0])

@@ -19,7 +19,7 @@ from paceline.record.logged.histogram import Histogram, HistogramCounts
 from paceline.record.logged.media import MediaItem
 from paceline.record.trackers.feed import TrackerFeed
 from paceline.record.trackers.tracker import TrackedStep, Tracker
-from paceline.timings import DEFAULTS
+from paceline.timings import DEFAULT_TIMINGS
 from tests.harness.jobs import PATIENCE
 from tests.harness.tracked import STEPS, Notes, lines, reported, summary
 
@@ -28,7 +28,7 @@ LINES = [
     {"step": step, "time": 0.5 * step, "loss": 1.0, "samples": 8, "seconds": {"compute": 0.1}}
     for step in range(1, 5)
 ]
-SHORT = replace(DEFAULTS.trackers, quiet=0.0, close=0.0)
+SHORT = replace(DEFAULT_TIMINGS.trackers, quiet=0.0, close=0.0)
 
 
 def feed(
@@ -48,7 +48,7 @@ def feed(
         settings={"sync": "x"},
         again=again,
         events_told=events_told,
-        timings=DEFAULTS.trackers,
+        timings=DEFAULT_TIMINGS.trackers,
     )
     return made, history
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paceline.comm.rpc import RpcClient, RpcServer, derive_rpc_keys
-from paceline.servers.process.main import Server, _warm_up
+from paceline.servers.process.main import Server, _warm_up_torch
 from paceline.servers.protocol import message
 from paceline.servers.protocol.message import Index, Request, SentRequest
 from paceline.servers.protocol.parameters import FillUnit, PlanShard
@@ -23,7 +23,7 @@ KEYS = derive_rpc_keys(b"0123456789abcdef", "a job")
 def call() -> Iterator[Callable[..., Any]]:
     """Workers of a server that runs in a thread: `call(worker, request)`."""
     said: list[str] = []
-    _warm_up()  # as a server does before anybody waits for it
+    _warm_up_torch()  # as a server does before anybody waits for it
     receiver, over = RpcServer(KEYS, hosts=["127.0.0.1"], say=said.append), threading.Event()
     server = Server(receiver, over.is_set)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -38,12 +38,18 @@ def call() -> Iterator[Callable[..., Any]]:
         return callers[worker]
 
     def act(worker: int, request: Request[Any]) -> Any:
-        return message.call(caller(worker), request, SECONDS)
+        return message.call_server(caller(worker), request, SECONDS)
 
     def send(worker: int, request: Request[Any]) -> SentRequest[Any]:
-        return message.send(caller(worker), request, SECONDS)
+        return message.send_request(caller(worker), request, SECONDS)
 
-    act.caller, act.send, act.said, act.thread, act.server = caller, send, said, thread, server  # type: ignore[attr-defined]
+    act.caller, act.send, act.has_reported, act.thread, act.server = (
+        caller,
+        send,
+        said,
+        thread,
+        server,
+    )  # type: ignore[attr-defined]
     yield act
     over.set()
     thread.join()

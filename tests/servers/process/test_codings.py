@@ -26,7 +26,14 @@ from paceline.codec.dense import bfloat16, half, int4, int8, sign
 from paceline.codec.powersgd import powersgd
 from paceline.codec.sparse import randomk, topk
 from paceline.errors import UsageError
-from paceline.servers.process.codings import CodingPhase, at, check, phases, put, take
+from paceline.servers.process.codings import (
+    CodingPhase,
+    check_codec,
+    get_phase,
+    make_phases,
+    pack_phases,
+    unpack_phases,
+)
 from paceline.servers.worker.strategy import ParameterServer
 
 LARGE, SMALL = Size((100, 100)), Size((9,))
@@ -70,17 +77,17 @@ LARGE, SMALL = Size((100, 100)), Size((9,))
     ids=repr,
 )
 def test_of_a_codec(codec: Any, found: Any) -> None:
-    assert phases(codec, "body.weight", LARGE) == found
+    assert make_phases(codec, "body.weight", LARGE) == found
     for turn in range(12):
-        assert at(found, turn) == next(
+        assert get_phase(found, turn) == next(
             (phase for phase in reversed(found) if phase.begins <= turn), CodingPhase(0, None)
         )
 
 
 def test_by_name_and_size() -> None:
     codec = where(named("*.bias"), half(), where(smaller(10), int4(), error_feedback(int8())))
-    assert phases(codec, "a.bias", LARGE)[0].coding == half()
-    assert phases(codec, "a.weight", SMALL)[0].coding == int4() and phases(
+    assert make_phases(codec, "a.bias", LARGE)[0].coding == half()
+    assert make_phases(codec, "a.weight", SMALL)[0].coding == int4() and make_phases(
         codec, "a.weight", LARGE
     ) == (CodingPhase(0, int8(), True),)
 
@@ -104,7 +111,7 @@ CODINGS = [
 @pytest.mark.parametrize("coding", CODINGS, ids=repr)
 def test_what_is_written_is_read(coding: Any) -> None:
     found = (CodingPhase(0, None), CodingPhase(3, coding))
-    assert take(msgpack.unpackb(msgpack.packb(put(found)))) == found
+    assert unpack_phases(msgpack.unpackb(msgpack.packb(pack_phases(found)))) == found
 
 
 @pytest.mark.parametrize(
@@ -130,7 +137,7 @@ def test_what_is_written_is_read(coding: Any) -> None:
 )
 def test_what_is_no_coding(found: Any) -> None:
     with pytest.raises((LookupError, TypeError, ValueError, UsageError)):
-        take(found)
+        unpack_phases(found)
 
 
 class Own:
@@ -178,6 +185,6 @@ class Own:
 )
 def test_what_a_server_can_not_have(codec: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        check(codec)
+        check_codec(codec)
     with pytest.raises(UsageError, match=text):
         ParameterServer(codec=codec)

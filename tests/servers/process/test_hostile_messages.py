@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from paceline.comm.rpc import FRAME, RpcMessage, RpcServer
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import Mismatch
-from paceline.notation import parse
+from paceline.notation import parse_notation
 from paceline.servers.process import main, table_rpc
 from paceline.servers.process.main import Server
 from paceline.servers.process.table import TableSpec
@@ -49,7 +49,7 @@ SHAPES: tuple[Any, ...] = (
     None,
     [1] * 17,
 )
-SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD").plain()
+SPEC = TableSpec(rows=100, dim=2, dtype="float64", seed=3, std=1.0, rule="SGD").to_plain_data()
 TABLE = Index(0)
 
 
@@ -159,7 +159,7 @@ def recorded() -> list[list[RpcMessage]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs, "RpcServer", Recorder)
         for text in WAYS.values():
-            runs.workers(2, body, strategy=parse(text))
+            runs.workers(2, body, strategy=parse_notation(text))
     return heard
 
 
@@ -256,9 +256,9 @@ def storm(
             if found is None or found.kind == "end_server":
                 continue
             began = time.perf_counter()
-            server._later = server._later[-50:]
-            server.take(found)
-            assert 0 <= server._scheduling.patience(0.1) <= 0.1
+            server._waiting_requests = server._waiting_requests[-50:]
+            server.handle_message(found)
+            assert 0 <= server._scheduler_rpc.compute_receive_timeout(0.1) <= 0.1
             slowest = max(slowest, time.perf_counter() - began)
     assert slowest < 20
 
@@ -272,14 +272,14 @@ def test_mutated_messages_to_servers(count: int) -> None:
         told = Told()
         server = Server(told)  # type: ignore[arg-type]
         storm(server, messages, drawn, count // len(heard), [*messages, *rest])
-        begun += server._parameters.begun
+        begun += server._shard_rpc.has_shard
         for request in (
             recovery.ReadShard(),
             parameters.ReadMemories(),
             service.ReadFacts(),
             service.CheckAlive(),
         ):
-            server.take(said(request))
+            server.handle_message(said(request))
         assert told.refused > count // len(heard) // 8
         assert told.answers[-1].kind == service.CheckAlive.kind
     assert begun == len(heard)
@@ -294,7 +294,7 @@ def test_mutated_messages_to_servers_of_tables(count: int) -> None:
     for _ in range(10):
         server = Server(told)  # type: ignore[arg-type]
         storm(server, real, drawn, count // 10, real)
-        server.take(said(service.ReadFacts()))
+        server.handle_message(said(service.ReadFacts()))
         assert told.answers[-1].kind == service.ReadFacts.kind, told.answers[-1].body
     assert told.refused > count // 8
     assert psutil.Process().memory_info().rss - before < 100e6
@@ -313,8 +313,8 @@ def test_absurd_shapes(shape: Any) -> None:
         return
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    server.take(said(parameters.PlanShard(packed(plan()))))
-    server.take(found)
+    server.handle_message(said(parameters.PlanShard(packed(plan()))))
+    server.handle_message(found)
     assert told.answers[-1].kind == "refused"
 
 
@@ -334,9 +334,9 @@ def test_absurd_plans(parts: dict[str, Any]) -> None:
     found.pieces[0] = found.pieces[0]._replace(shape=found.pieces[0].shape._replace(**parts))
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    server.take(said(parameters.PlanShard(packed(found))))
-    assert told.answers[-1].kind == "refused" and not server._parameters.begun
-    server.take(said(parameters.PlanShard(packed(plan()))))
+    server.handle_message(said(parameters.PlanShard(packed(found))))
+    assert told.answers[-1].kind == "refused" and not server._shard_rpc.has_shard
+    server.handle_message(said(parameters.PlanShard(packed(plan()))))
     assert told.answers[-1].kind == parameters.PlanShard.kind
 
 
@@ -347,7 +347,7 @@ def test_what_a_server_has_stays_whole() -> None:
 
     def say(request: Request[Any], **changes: Any) -> RpcMessage:
         found = said(request)
-        server.take(replace(found, body={**found.body, **changes}))
+        server.handle_message(replace(found, body={**found.body, **changes}))
         return told.answers[-1]
 
     say(parameters.PlanShard(packed(plan())))
@@ -397,19 +397,19 @@ def test_absurd_tables(spec: dict[str, Any]) -> None:
     server = Server(told)  # type: ignore[arg-type]
     opened = rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)
     for wrong in (replace(opened, spec={**SPEC, **spec}), replace(opened, settings={"lr": "x"})):
-        server.take(said(wrong))
+        server.handle_message(said(wrong))
         assert told.answers[-1].kind == "refused"
-    server.take(said(opened))
+    server.handle_message(said(opened))
     assert told.answers[-1].kind == opened.kind
 
 
 def test_who_takes_no_turns_decides_nothing() -> None:
     server = Server(Told())  # type: ignore[arg-type]
-    scheduler = server._scheduling.scheduler
-    scheduler.begin(0, 0, [4], [0, 1])
+    scheduler = server._scheduler_rpc.scheduler
+    scheduler.begin_dealing(0, 0, [4], [0, 1])
     for come in (
-        lambda: scheduler.arrive(9, 0, 1, {"part": 1.0}, 1),
-        lambda: scheduler.gather(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0),
+        lambda: scheduler.record_arrival(9, 0, 1, {"part": 1.0}, 1),
+        lambda: scheduler.record_gradient(9, 0, 1, {"part": 1.0}, bound=1.0, now=0.0),
     ):
         with pytest.raises(Mismatch, match="takes no turns"):
             come()
@@ -417,46 +417,50 @@ def test_who_takes_no_turns_decides_nothing() -> None:
 
 def test_what_waits_is_limited_for_each_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each message that waits is kept with its tensors."""
-    monkeypatch.setattr(main, "LATER_EACH", 5)
+    monkeypatch.setattr(main, "MAX_PUT_OFF_EACH", 5)
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    server.take(said(rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)))
+    server.handle_message(said(rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)))
     early = said(rows.PullRows(TABLE, 1, "", torch.tensor([1, 2])))
     for _ in range(9):
-        server.take(replace(early, route=b"one"))
+        server.handle_message(replace(early, route=b"one"))
     assert told.refused == 4 and "5 messages wait here" in told.answers[-1].body["why"]
-    server.take(replace(early, route=b"other"))
+    server.handle_message(replace(early, route=b"other"))
     assert told.refused == 4
-    server.take(said(rows.PushRows(ones(1, 1, 2), (0,), decided=False)))
+    server.handle_message(said(rows.PushRows(ones(1, 1, 2), (0,), decided=False)))
     # all that waited are answered
     assert told.answers[-1].kind == rows.PullRows.kind and told.refused == 4
-    server.take(replace(said(rows.PullRows(TABLE, 2, "", torch.tensor([1]))), route=b"one"))
+    server.handle_message(
+        replace(said(rows.PullRows(TABLE, 2, "", torch.tensor([1]))), route=b"one")
+    )
     assert told.refused == 4
 
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_tables_are_limited(monkeypatch: pytest.MonkeyPatch, *, copied: bool) -> None:
-    monkeypatch.setattr(table_rpc, "TABLES", 3)
+    monkeypatch.setattr(table_rpc, "MAX_TABLES", 3)
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
     for number in range(5):
         opened = rows.OpenTable(Index(number), SPEC, {"lr": 1.0}, 0, 1)
-        server.take(said(rows.CopyTable(Index(number), 0, 1, STATE) if copied else opened))
+        server.handle_message(
+            said(rows.CopyTable(Index(number), 0, 1, STATE) if copied else opened)
+        )
     assert told.refused == 2 and "3 tables are here" in told.answers[-1].body["why"]
-    server.take(said(rows.PullRows(Index(2), int(copied), "", torch.tensor([1]))))
+    server.handle_message(said(rows.PullRows(Index(2), int(copied), "", torch.tensor([1]))))
     assert told.answers[-1].kind == rows.PullRows.kind
 
 
 def test_steps_that_may_be_undone_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is kept with the rows that were before it."""
-    monkeypatch.setattr(table_rpc, "STEPS", 3)
+    monkeypatch.setattr(table_rpc, "MAX_UNDOABLE_STEPS", 3)
     told = Told()
     server = Server(told)  # type: ignore[arg-type]
-    server.take(said(rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)))
+    server.handle_message(said(rows.OpenTable(TABLE, SPEC, {"lr": 1.0}, 0, 1)))
 
     def step(number: int, floor: int) -> str:
-        server.take(said(rows.PushRows(ones(number, 1, 2), (0,), decided=True)))
-        server.take(
+        server.handle_message(said(rows.PushRows(ones(number, 1, 2), (0,), decided=True)))
+        server.handle_message(
             said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, number, floor),), (0,), number))
         )
         return told.answers[-1].kind
@@ -465,5 +469,5 @@ def test_steps_that_may_be_undone_are_limited(monkeypatch: pytest.MonkeyPatch) -
         "refused"
     ]
     # of the turn after that
-    server.take(said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, 4, 3),), (0,), 4)))
+    server.handle_message(said(rows.MakeRowSteps((rows.DecidedRowStep(TABLE, 4, 3),), (0,), 4)))
     assert told.answers[-1].kind == rows.MakeRowSteps.kind

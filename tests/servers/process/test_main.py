@@ -44,7 +44,7 @@ def test_is_refused_with_its_reason(begun: Any, name: str) -> None:
         begun.caller(0).call(
             kind, body=body, tensors=[torch.ones(16)] if tensor else [], seconds=SECONDS
         )
-    assert len(begun.said) == 1 and f"{kind} of 0 was refused" in begun.said[0]
+    assert len(begun.has_reported) == 1 and f"{kind} of 0 was refused" in begun.has_reported[0]
     for unit in (0, 1):
         begun(0, PushGradient(Index(unit), 1, 0, b"\1", False, False, torch.ones(16)))
     begun(0, CLOSE)

@@ -23,19 +23,26 @@ OPTIMIZERS: dict[str, Any] = {
 class TestFirstValues:
     def test_they_depend_on_seed_and_row_alone(self) -> None:
         ids = torch.tensor([0, 7, 1 << 60, 70_000])
-        whole = row_optimizers.initial(torch.arange(70_001), 5, torch.float32, seed=3, std=0.5)
-        found = row_optimizers.initial(ids, 5, torch.float32, seed=3, std=0.5)
+        whole = row_optimizers.make_initial_values(
+            torch.arange(70_001), 5, torch.float32, seed=3, std=0.5
+        )
+        found = row_optimizers.make_initial_values(ids, 5, torch.float32, seed=3, std=0.5)
         assert torch.equal(found[[0, 1, 3]], whole[[0, 7, 70_000]])
         assert not torch.equal(
-            found, row_optimizers.initial(ids, 5, torch.float32, seed=4, std=0.5)
+            found, row_optimizers.make_initial_values(ids, 5, torch.float32, seed=4, std=0.5)
         )
         assert torch.equal(
-            row_optimizers.initial(ids, 5, torch.float32, seed=-1, std=1.0),
-            row_optimizers.initial(ids, 5, torch.float32, seed=-1, std=1.0),
+            row_optimizers.make_initial_values(ids, 5, torch.float32, seed=-1, std=1.0),
+            row_optimizers.make_initial_values(ids, 5, torch.float32, seed=-1, std=1.0),
         )
 
     def test_they_are_normal(self) -> None:
-        x = row_optimizers.initial(torch.arange(50_000), 8, torch.float64, seed=1, std=2.0) / 2
+        x = (
+            row_optimizers.make_initial_values(
+                torch.arange(50_000), 8, torch.float64, seed=1, std=2.0
+            )
+            / 2
+        )
         assert (
             abs(float(x.mean())) < 0.01
             and abs(float(x.std()) - 1) < 0.01
@@ -54,9 +61,12 @@ def test_steps_of_rows_are_torchs(kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     whole = nn.Parameter(torch.randn(9, 3, generator=generator, dtype=torch.float64))
     optimizer = OPTIMIZERS[kind]([whole])
-    rule, settings = row_optimizers.RULES[kind], row_optimizers.described("x", optimizer, 0)[1]
+    rule, settings = (
+        row_optimizers.ROW_RULES[kind],
+        row_optimizers.describe_row_optimizer("x", optimizer, 0)[1],
+    )
     mine = [whole.detach().clone()] + [
-        torch.full_like(whole, rule.first(settings)) for _ in rule.remembers
+        torch.full_like(whole, rule.make_initial_state(settings)) for _ in rule.state_names
     ]
     for count in range(1, 6):
         ids = torch.randperm(9, generator=generator)[:4].sort().values
@@ -89,18 +99,22 @@ class TestRefusals:
     )
     def test_what_rows_cant_have(self, made: Any, text: str) -> None:
         with pytest.raises(UsageError, match=text):
-            row_optimizers.described("users", made([nn.Parameter(torch.zeros(0, 3))]), 0)
+            row_optimizers.describe_row_optimizer(
+                "users", made([nn.Parameter(torch.zeros(0, 3))]), 0
+            )
 
     def test_what_a_server_is_told(self) -> None:
         with pytest.raises(UsageError, match="no rows can be stepped by Adagrad"):
-            row_optimizers.check("Adagrad", {"lr": 0.1})
+            row_optimizers.find_rule("Adagrad", {"lr": 0.1})
 
 
 def test_sums_are_in_order_of_the_workers() -> None:
     one = torch.tensor([1, 4]), torch.tensor([[1e16], [1.0]], dtype=torch.float64)
     two = torch.tensor([1, 2]), torch.tensor([[1.0], [2.0]], dtype=torch.float64)
     three = torch.tensor([1]), torch.tensor([[-1e16]], dtype=torch.float64)
-    ids, total = row_optimizers.summed([one, two, three], 1, torch.float64)
+    ids, total = row_optimizers.sum_row_gradients([one, two, three], 1, torch.float64)
     # (1e16 + 1) - 1e16
     assert ids.tolist() == [1, 2, 4] and total[:, 0].tolist() == [0.0, 2.0, 1.0]
-    assert row_optimizers.summed([one, three, two], 1, torch.float64)[1][0].tolist() == [1.0]
+    assert row_optimizers.sum_row_gradients([one, three, two], 1, torch.float64)[1][0].tolist() == [
+        1.0
+    ]

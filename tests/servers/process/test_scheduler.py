@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import Mismatch
-from paceline.servers.process.arrivals import OpenStep, StepDecision, StepMade
-from paceline.servers.process.scheduler import SHOWN, SampleScheduler
-from paceline.servers.process.spans import SampleSpan
+from paceline.servers.process.late_gradients import OpenStep, StepDecision, StepMade
+from paceline.servers.process.sample_spans import SampleSpan
+from paceline.servers.process.scheduler import MAX_LISTED_PIECES, SampleScheduler
 
 
 def scheduler(*sizes: int, workers: int = 2, epoch: int = 0, first: int = 0) -> SampleScheduler:
     made = SampleScheduler()
-    made.begin(epoch, first, sizes, range(workers))
+    made.begin_dealing(epoch, first, sizes, range(workers))
     return made
 
 
@@ -33,12 +33,12 @@ class TestSamples:
         clocks = [0] * len(most)
         while left:
             worker = data.draw(st.sampled_from(sorted(left)))
-            found = made.take(worker, most[worker])
+            found = made.deal_piece(worker, most[worker])
             if isinstance(found, SampleSpan):
                 assert found.stop - found.start <= most[worker]
                 dealt += [(found.batch, sample) for sample in range(found.start, found.stop)]
                 clocks[worker] += 1
-                made.tick(worker, clocks[worker])
+                made.complete_turn(worker, clocks[worker])
             elif found is False:
                 left.discard(worker)
         assert dealt == [
@@ -47,71 +47,82 @@ class TestSamples:
 
     def test_what_is_dropped_for_good_is_told(self):
         made = scheduler(4, 4, epoch=7, first=2)
-        made.take(0, 2)
-        made.take(0, 2)  # read ahead
-        made.tick(0, 1, dropped=True)
-        made.tick(0, 2)
-        assert made.facts()["dropped"] == {"gradients": 1, "samples": 2, "pieces": [[7, 2, 0, 2]]}
+        made.deal_piece(0, 2)
+        made.deal_piece(0, 2)  # read ahead
+        made.complete_turn(0, 1, dropped=True)
+        made.complete_turn(0, 2)
+        assert made.summarize_schedule()["dropped"] == {
+            "gradients": 1,
+            "samples": 2,
+            "pieces": [[7, 2, 0, 2]],
+        }
 
     def test_not_more_is_told_than_can_be_read(self):
-        made = scheduler(*[1] * (SHOWN + 5), workers=1)
-        for clock in range(SHOWN + 5):
-            made.take(0, 1)
-            made.tick(0, clock + 1, dropped=True)
-        assert made.tally.dropped == SHOWN + 5 and len(made.tally.pieces) == SHOWN
+        made = scheduler(*[1] * (MAX_LISTED_PIECES + 5), workers=1)
+        for clock in range(MAX_LISTED_PIECES + 5):
+            made.deal_piece(0, 1)
+            made.complete_turn(0, clock + 1, dropped=True)
+        assert (
+            made.tally.dropped_gradients == MAX_LISTED_PIECES + 5
+            and len(made.tally.dropped_pieces) == MAX_LISTED_PIECES
+        )
 
     def test_no_more_after_a_stop(self):
         made = scheduler(4, 4)
-        made.take(0, 1)
-        made.stop()
-        assert made.take(1, 1) is False
-        made.tick(0, 1)
-        assert made.take(0, 1) is False
-        made.begin(1, 0, [4], range(2))
-        assert made.take(1, 1) == (0, 0, 1), "the next epoch begins as ever"
+        made.deal_piece(0, 1)
+        made.stop_dealing()
+        assert made.deal_piece(1, 1) is False
+        made.complete_turn(0, 1)
+        assert made.deal_piece(0, 1) is False
+        made.begin_dealing(1, 0, [4], range(2))
+        assert made.deal_piece(1, 1) == (0, 0, 1), "the next epoch begins as ever"
 
     def test_the_next_part_goes_on_where_all_stand(self):
         made = scheduler(2)
-        made.begin(0, 0, [2], range(2))  # as the second worker says it
+        made.begin_dealing(0, 0, [2], range(2))  # as the second worker says it
         with pytest.raises(Mismatch, match="deal different batches"):
-            made.begin(0, 0, [3], range(2))
-        made.take(0, 2)
+            made.begin_dealing(0, 0, [3], range(2))
+        made.deal_piece(0, 2)
         with pytest.raises(Mismatch, match=r"workers \[0\] are in the middle of another"):
-            made.begin(0, 1, [2], range(2))
-        made.tick(0, 1)
-        assert made.take(0, 1) is made.take(1, 1) is False
-        made.begin(0, 1, [2], range(2))
-        assert made.clocks == {0: 1, 1: 1} and made.take(1, 5) == (1, 0, 2)
+            made.begin_dealing(0, 1, [2], range(2))
+        made.complete_turn(0, 1)
+        assert made.deal_piece(0, 1) is made.deal_piece(1, 1) is False
+        made.begin_dealing(0, 1, [2], range(2))
+        assert made.clocks == {0: 1, 1: 1} and made.deal_piece(1, 5) == (1, 0, 2)
 
     def test_a_piece_that_is_asked_for_again_is_given_again(self):
         made = scheduler(4)
-        assert made.take(0, 1, 1) == made.take(0, 2, 1) == (0, 0, 1)
-        assert made.take(0, 1, 2) == (0, 1, 2) and made.take(1, 4, 1) == (0, 2, 4)
+        assert made.deal_piece(0, 1, 1) == made.deal_piece(0, 2, 1) == (0, 0, 1)
+        assert made.deal_piece(0, 1, 2) == (0, 1, 2) and made.deal_piece(1, 4, 1) == (0, 2, 4)
 
     @pytest.mark.parametrize("sizes", [[], [2, 0], [-1]])
     def test_nothing_to_deal(self, sizes):
         with pytest.raises(Mismatch, match="nothing to deal"):
-            SampleScheduler().begin(0, 0, sizes, [0])
+            SampleScheduler().begin_dealing(0, 0, sizes, [0])
 
     def test_who_may_not_take(self):
         for worker, most in ((5, 1), (0, 0)):
             with pytest.raises(Mismatch, match="no turns to take, or asks for"):
-                scheduler(3).take(worker, most)
+                scheduler(3).deal_piece(worker, most)
 
 
 class TestClocks:
     def test_a_worker_waits_for_the_slowest_that_trains(self):
         made = scheduler(*[1] * 20, workers=3)
         for _ in range(20):
-            made.take(0, 1)
+            made.deal_piece(0, 1)
         for clock in range(1, 4):
-            assert made.may(0, 2)
-            made.tick(0, clock)
-        assert not made.may(0, 2) and made.may(0, 3) and made.behind(0) == [(1, 0), (2, 0)]
-        made.leave(1)
-        assert not made.may(0, 2) and made.behind(0) == [(2, 0)]
-        made.leave(2)
-        assert made.may(0, 2) and made.slowest == 3
+            assert made.may_begin_turn(0, 2)
+            made.complete_turn(0, clock)
+        assert (
+            not made.may_begin_turn(0, 2)
+            and made.may_begin_turn(0, 3)
+            and made.list_slowest_workers(0) == [(1, 0), (2, 0)]
+        )
+        made.leave_epoch(1)
+        assert not made.may_begin_turn(0, 2) and made.list_slowest_workers(0) == [(2, 0)]
+        made.leave_epoch(2)
+        assert made.may_begin_turn(0, 2) and made.slowest_clock == 3
 
     @pytest.mark.parametrize(
         ("worker", "clock", "why"),
@@ -119,55 +130,55 @@ class TestClocks:
     )
     def test_a_turn_that_can_not_be(self, worker, clock, why):
         made = scheduler(4)
-        made.take(0, 1)
+        made.deal_piece(0, 1)
         with pytest.raises(Mismatch, match=why):
-            made.tick(worker, clock)
+            made.complete_turn(worker, clock)
 
     def test_how_far_ahead_workers_were(self):
         made = scheduler(*[1] * 4)
         for clock in (1, 2):
-            made.take(0, 1)
-            made.tick(0, clock)
-            made.went(0)
-        assert made.facts()["staleness"] == {"1": 1, "2": 1}
+            made.deal_piece(0, 1)
+            made.complete_turn(0, clock)
+            made.record_permission(0)
+        assert made.summarize_schedule()["staleness"] == {"1": 1, "2": 1}
 
 
 class TestWhoMakesAStep:
     def test_the_first_who_come(self):
         made = scheduler(*[1] * 9, workers=4)
         for worker in range(4):
-            made.take(worker, 1)
-        assert made.arrive(3, 0, 1, "c", 2) is None
-        assert made.absent(0, 1) == [(0, 0), (1, 0), (2, 0)]
-        found = made.arrive(1, 0, 1, "a", 2)
+            made.deal_piece(worker, 1)
+        assert made.record_arrival(3, 0, 1, "c", 2) is None
+        assert made.list_absent_workers(0, 1) == [(0, 0), (1, 0), (2, 0)]
+        found = made.record_arrival(1, 0, 1, "a", 2)
         assert (
             isinstance(found, StepDecision)
             and found.workers == [1, 3]
-            and found.came == {3: "c", 1: "a"}
+            and found.contributions == {3: "c", 1: "a"}
         )
-        assert made.arrive(3, 0, 1, "c", 2) is found, "who waited for it is told"
-        assert made.arrive(0, 0, 1, "b", 2) is False and made.decided(0) == 1
+        assert made.record_arrival(3, 0, 1, "c", 2) is found, "who waited for it is told"
+        assert made.record_arrival(0, 0, 1, "b", 2) is False and made.get_last_decided(0) == 1
         with pytest.raises(Mismatch, match="step 3 of optimizer 0 can't come after step 1"):
-            made.arrive(0, 0, 3, "b", 2)
+            made.record_arrival(0, 0, 3, "b", 2)
 
     def test_those_who_wait_for_samples_or_have_left_are_not_waited_for(self):
         made = scheduler(1, 1, workers=3)
-        assert made.take(0, 1) and made.take(1, 1) and made.take(2, 1) is None
-        assert made.arrive(0, 0, 1, "", 1) is None
-        assert isinstance(made.arrive(1, 0, 1, "", 1), StepDecision)
+        assert made.deal_piece(0, 1) and made.deal_piece(1, 1) and made.deal_piece(2, 1) is None
+        assert made.record_arrival(0, 0, 1, "", 1) is None
+        assert isinstance(made.record_arrival(1, 0, 1, "", 1), StepDecision)
         made = scheduler(1, 1, workers=3)
-        made.take(0, 1)
-        made.leave(1)
-        assert made.arrive(0, 0, 1, "", 0) is None
-        made.leave(2)
-        assert isinstance(made.arrive(0, 0, 1, "", 0), StepDecision)
+        made.deal_piece(0, 1)
+        made.leave_epoch(1)
+        assert made.record_arrival(0, 0, 1, "", 0) is None
+        made.leave_epoch(2)
+        assert isinstance(made.record_arrival(0, 0, 1, "", 0), StepDecision)
 
     def test_who_is_very_late(self):
         made = scheduler(*[1] * 99, workers=2)
         for step in range(1, 40):
-            assert isinstance(made.arrive(0, 0, step, "", 1), StepDecision)
-        assert made.arrive(1, 0, 1, "", 1) is False and made.decided(0) == 39
-        assert len(made._arrivals[0]._steps) <= 8, "old ones are forgotten"
+            assert isinstance(made.record_arrival(0, 0, step, "", 1), StepDecision)
+        assert made.record_arrival(1, 0, 1, "", 1) is False and made.get_last_decided(0) == 39
+        assert len(made._first_arrivals[0]._recent_decisions) <= 8, "old ones are forgotten"
 
     @given(st.integers(0, 10_000))
     def test_any_order_gives_each_step_all_but_so_many(self, seed):
@@ -177,11 +188,11 @@ class TestWhoMakesAStep:
         waiting: set[int] = set()
         for _ in range(60):
             worker = chance.randrange(4)
-            found = made.arrive(worker, 0, steps[worker] + 1, "", 1)
+            found = made.record_arrival(worker, 0, steps[worker] + 1, "", 1)
             if found is None:
                 waiting.add(worker)
             elif found is False:
-                steps[worker] = made.decided(0)
+                steps[worker] = made.get_last_decided(0)
             else:
                 steps[worker] += 1
                 assert (
@@ -190,7 +201,7 @@ class TestWhoMakesAStep:
                 )
                 assert worker in found.workers
                 waiting.discard(worker)
-        assert made.decided(0) >= max(steps.values())
+        assert made.get_last_decided(0) >= max(steps.values())
 
 
 class TestWhoIsInAStepWithinABound:
@@ -199,12 +210,12 @@ class TestWhoIsInAStepWithinABound:
         made = scheduler(*[1] * 99, workers=workers)
         for worker in range(workers):
             for _ in range(20):
-                made.take(worker, 1)
-            made.starts(worker, 0.0)
+                made.deal_piece(worker, 1)
+            made.begin_turn(worker, 0.0)
         for turn in range(1, 5):
             self.turn(made, *range(workers), number=turn, now=1.0)
             for worker in range(workers):
-                made.starts(worker, 0.0)
+                made.begin_turn(worker, 0.0)
         return made
 
     def turn(
@@ -214,32 +225,35 @@ class TestWhoIsInAStepWithinABound:
         in one begins its next turn, if it may.
         """
         for worker in workers:
-            made.gather(worker, 0, number, worker, bound=bound, now=now)
+            made.record_gradient(worker, 0, number, worker, bound=bound, now=now)
         told = [
             worker
             for worker in workers
-            if made.gather(worker, 0, number, worker, bound=bound, now=now) is not None
+            if made.record_gradient(worker, 0, number, worker, bound=bound, now=now) is not None
         ]
         for worker in told:
-            made.tick(worker, made.clocks[worker] + 1)
+            made.complete_turn(worker, made.clocks[worker] + 1)
         for worker in told:
-            if made.may(worker, bound):
-                made.went(worker, now)
+            if made.may_begin_turn(worker, bound):
+                made.record_permission(worker, now)
         return told
 
     def test_who_is_late_is_in_the_next_one(self):
         made = self.begun()
-        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and 1.0 < made.due < 1.5
-        assert made.absent(0, 0) == [(2, 4)]
-        assert self.turn(made, 0, 1, number=5, now=made.due) == [0, 1] and made.due == math.inf
+        assert self.turn(made, 0, 1, number=5, now=1.0) == [] and 1.0 < made.next_check < 1.5
+        assert made.list_absent_workers(0, 0) == [(2, 4)]
+        assert (
+            self.turn(made, 0, 1, number=5, now=made.next_check) == [0, 1]
+            and made.next_check == math.inf
+        )
         assert (
             self.turn(made, 0, number=6, now=2.1) == []
             and self.turn(made, 2, number=5, now=2.1) == []
         )
         assert self.turn(made, 1, number=6, now=2.1) == [1]
-        step = made.gather(2, 0, 5, 2, bound=2, now=2.1)
-        assert step is not None and list(step.came) == [0, 1, 2]
-        facts = made.facts()
+        step = made.record_gradient(2, 0, 5, 2, bound=2, now=2.1)
+        assert step is not None and list(step.contributions) == [0, 1, 2]
+        facts = made.summarize_schedule()
         assert facts["steps_by_workers"] == {"2": 1, "3": 5} and facts["steps_late"] == {
             "0": 16,
             "1": 1,
@@ -253,10 +267,11 @@ class TestWhoIsInAStepWithinABound:
         assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1], (
             "who is late is not waited for again"
         )
-        assert self.turn(made, 0, 1, number=7, now=3.2) == [] and made.due == math.inf
-        assert made.gather(2, 0, 5, 2, bound=2, now=4.0) is not None
+        assert self.turn(made, 0, 1, number=7, now=3.2) == [] and made.next_check == math.inf
+        assert made.record_gradient(2, 0, 5, 2, bound=2, now=4.0) is not None
         assert all(
-            made.gather(worker, 0, 7, worker, bound=2, now=4.0) is not None for worker in (0, 1)
+            made.record_gradient(worker, 0, 7, worker, bound=2, now=4.0) is not None
+            for worker in (0, 1)
         )
 
     def test_one_that_may_go_on_is_enough(self):
@@ -270,27 +285,33 @@ class TestWhoIsInAStepWithinABound:
         assert self.turn(made, 1, number=5, now=4.4) == [1] and self.turn(
             made, 0, number=7, now=4.4
         ) == [0]
-        assert made.clocks == {0: 7, 1: 5, 2: 4} and not made.may(0, 2)
+        assert made.clocks == {0: 7, 1: 5, 2: 4} and not made.may_begin_turn(0, 2)
         assert self.turn(made, 1, number=6, now=5.4) == [1] and made.clocks == {0: 7, 1: 6, 2: 4}
         assert self.turn(made, 1, number=7, now=6.4) == [] and self.turn(
             made, 2, number=5, now=6.5
         ) == [2]
-        assert self.turn(made, 1, number=7, now=6.5) == [1] and made.may(0, 2) and made.may(1, 2)
+        assert (
+            self.turn(made, 1, number=7, now=6.5) == [1]
+            and made.may_begin_turn(0, 2)
+            and made.may_begin_turn(1, 2)
+        )
 
     def test_those_who_have_left_or_wait_at_another_optimizer_are_not_waited_for(self):
         made = self.begun()
-        assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is None
-        made.leave(1)
-        assert made.gather(2, 1, 1, 2, bound=2, now=1.0) is not None, (
+        assert made.record_gradient(0, 0, 5, 0, bound=2, now=1.0) is None
+        made.leave_epoch(1)
+        assert made.record_gradient(2, 1, 1, 2, bound=2, now=1.0) is not None, (
             "the first waits at the other one"
         )
-        assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is None, "the third is under way again"
-        made.leave(2)
-        assert made.gather(0, 0, 5, 0, bound=2, now=1.0) is not None
+        assert made.record_gradient(0, 0, 5, 0, bound=2, now=1.0) is None, (
+            "the third is under way again"
+        )
+        made.leave_epoch(2)
+        assert made.record_gradient(0, 0, 5, 0, bound=2, now=1.0) is not None
 
     def test_one_alone(self):
         assert all(
-            SampleScheduler().gather(0, 0, 1, "", bound=1, now=now) is not None
+            SampleScheduler().record_gradient(0, 0, 1, "", bound=1, now=now) is not None
             for now in (0.0, 1.0)
         )
 
@@ -301,28 +322,36 @@ class TestWhoIsInAStepWithinABound:
         ) == [0, 1]
         late = {"bound": 2, "part": True}
         assert (
-            made.gather(2, 0, 5, 2, now=1.5, **late) == OpenStep(5)
-            and made.gather(2, 0, 5, 2, bound=2, now=1.5) is None
+            made.record_gradient(2, 0, 5, 2, now=1.5, **late) == OpenStep(5)
+            and made.record_gradient(2, 0, 5, 2, bound=2, now=1.5) is None
         ), "it is open"
-        made.tick(2, 5)
-        assert made.slowest == 4, "nobody has its gradient yet"
-        made.went(2, 1.5)
-        assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1] and made.slowest == 5, (
+        made.complete_turn(2, 5)
+        assert made.slowest_clock == 4, "nobody has its gradient yet"
+        made.record_permission(2, 1.5)
+        assert self.turn(made, 0, 1, number=6, now=2.2) == [0, 1] and made.slowest_clock == 5, (
             "who goes on isn't waited for"
         )
-        step = made.gather(2, 0, 5, 2, bound=2, now=2.5)
-        assert step is not None and list(step.came) == [0, 1, 2] and step.takers == {0, 1, 2}
-        assert made.gather(2, 0, 6, 2, now=2.5, **late) == OpenStep(6), "it stays out of phase"
-        made.tick(2, 6)
-        made.went(2, 2.5)
-        assert made.gather(0, 0, 7, 0, now=3.2, **late) is None, (
+        step = made.record_gradient(2, 0, 5, 2, bound=2, now=2.5)
+        assert (
+            step is not None
+            and list(step.contributions) == [0, 1, 2]
+            and step.waiting_workers == {0, 1, 2}
+        )
+        assert made.record_gradient(2, 0, 6, 2, now=2.5, **late) == OpenStep(6), (
+            "it stays out of phase"
+        )
+        made.complete_turn(2, 6)
+        made.record_permission(2, 2.5)
+        assert made.record_gradient(0, 0, 7, 0, now=3.2, **late) is None, (
             "who is on time waits for the others"
         )
-        step = made.gather(1, 0, 7, 1, now=3.2, **late)
-        assert step.number == 7 and step.takers == {0, 1} and list(step.came) == [0, 1, 2], (
-            "the two make it, and have it taken"
-        )
-        assert made.facts()["steps_late"] == {"0": 18, "1": 2}
+        step = made.record_gradient(1, 0, 7, 1, now=3.2, **late)
+        assert (
+            step.number == 7
+            and step.waiting_workers == {0, 1}
+            and list(step.contributions) == [0, 1, 2]
+        ), "the two make it, and have it taken"
+        assert made.summarize_schedule()["steps_late"] == {"0": 18, "1": 2}
 
     def test_who_is_late_waits_where_others_are_about_to_come_or_nobody_would(self):
         made = self.begun()
@@ -330,14 +359,16 @@ class TestWhoIsInAStepWithinABound:
             made, 0, 1, number=5, now=1.2
         ) == [0, 1]
         late = {"bound": 2, "part": True}
-        assert made.gather(2, 0, 5, 2, now=1.2 + 0.8, **late) is None, "it is in phase again"
+        assert made.record_gradient(2, 0, 5, 2, now=1.2 + 0.8, **late) is None, (
+            "it is in phase again"
+        )
         made = self.begun()
         assert self.turn(made, 0, 1, number=5, now=1.0) == [] and self.turn(
             made, 0, 1, number=5, now=1.2
         ) == [0, 1]
-        made.leave(0)
-        made.leave(1)
-        assert made.gather(2, 0, 5, 2, now=1.3, **late).takers == {2}
+        made.leave_epoch(0)
+        made.leave_epoch(1)
+        assert made.record_gradient(2, 0, 5, 2, now=1.3, **late).waiting_workers == {2}
 
     @given(seed=st.integers(0, 10_000), bound=st.integers(1, 4))
     def test_any_times_keep_the_bound_and_end(self, seed, bound):
@@ -357,27 +388,33 @@ class TestWhoIsInAStepWithinABound:
         behind = set[int]()
 
         def gathers(worker: int, part: bool) -> StepMade | OpenStep | None:
-            found = made.gather(
+            found = made.record_gradient(
                 worker, 0, number[worker], number[worker], bound=bound, now=now, part=part
             )
             if isinstance(found, StepMade):
-                assert found.takers <= found.came.keys() and found.came[worker] == number[worker]
+                assert (
+                    found.waiting_workers <= found.contributions.keys()
+                    and found.contributions[worker] == number[worker]
+                )
                 in_steps.update(
-                    {other: max(told, in_steps[other]) for other, told in found.came.items()}
+                    {
+                        other: max(told, in_steps[other])
+                        for other, told in found.contributions.items()
+                    }
                 )
             return found
 
         def goes_on(worker: int) -> str:
             """What it does next."""
             mode = modes[worker]
-            if mode == "take" and (found := made.take(worker, 1)) is not None:
+            if mode == "take" and (found := made.deal_piece(worker, 1)) is not None:
                 assert (
                     not found
                     or made.clocks[worker]
-                    - min(in_steps[other] for other in made._active - made._parked)
+                    - min(in_steps[other] for other in made._active_workers - made._parked_workers)
                     <= bound
                 )
-                made.starts(worker, now)
+                made.begin_turn(worker, now)
                 ends[worker] = now + chance.choice([0.01, 1.0, 1.0, 6.0]) * (
                     1 + 0.1 * chance.random()
                 )
@@ -392,10 +429,10 @@ class TestWhoIsInAStepWithinABound:
                 return "gather"
             if mode == "gather" and (told := gathers(worker, chance.random() < 0.8)):
                 behind.update({worker} if isinstance(told, OpenStep) else ())
-                made.tick(worker, number[worker])
+                made.complete_turn(worker, number[worker])
                 return "tick"
-            if mode == "tick" and made.may(worker, bound):
-                made.went(worker, now)
+            if mode == "tick" and made.may_begin_turn(worker, bound):
+                made.record_permission(worker, now)
                 return "take"
             return mode
 
@@ -405,11 +442,13 @@ class TestWhoIsInAStepWithinABound:
                 before = dict(modes)
                 for worker in range(workers):
                     modes[worker] = goes_on(worker)
-            now = min([*(ends[worker] for worker in ends if modes[worker] == "turn"), made.due])
+            now = min(
+                [*(ends[worker] for worker in ends if modes[worker] == "turn"), made.next_check]
+            )
             assert now < math.inf or {*modes.values()} == {"rest"}, (
                 f"nobody would come any more: {modes}"
             )
-        facts = made.facts()
+        facts = made.summarize_schedule()
         assert (
             sum(number.values()) == turns * workers == sum(facts["steps_late"].values())
             and in_steps == number
@@ -422,126 +461,140 @@ class TestWhoIsInAStepWithinABound:
 
 def test_letters():
     made = scheduler(1)
-    made.notes.post(1, torch.ones(2))
-    made.notes.post(0, torch.zeros(1))
-    assert [(worker, letter.numel()) for worker, letter in made.notes.collect()] == [(1, 2), (0, 1)]
-    assert len(made.notes.collect()) == 2, "they have not arrived yet"
-    assert made.notes.collect(2) == []
+    made.notes.post_note(1, torch.ones(2))
+    made.notes.post_note(0, torch.zeros(1))
+    assert [(worker, letter.numel()) for worker, letter in made.notes.collect_notes()] == [
+        (1, 2),
+        (0, 1),
+    ]
+    assert len(made.notes.collect_notes()) == 2, "they have not arrived yet"
+    assert made.notes.collect_notes(2) == []
 
 
 class TestPause:
     def test_all_stop_when_their_turns_are_over_and_go_on_with_others(self):
         made = scheduler(4, 4)
-        assert made.take(0, 1) and made.take(1, 1)
-        made.pause()
-        assert made.take(0, 1) is False and made.busy(0), "its own turn comes first"
-        made.tick(0, 1)
-        assert made.take(0, 1) is None
-        made.tick(1, 1)
+        assert made.deal_piece(0, 1) and made.deal_piece(1, 1)
+        made.pause_dealing()
+        assert made.deal_piece(0, 1) is False and made.has_turns_under_way(0), (
+            "its own turn comes first"
+        )
+        made.complete_turn(0, 1)
+        assert made.deal_piece(0, 1) is None
+        made.complete_turn(1, 1)
         assert (
-            made.take(1, 1) is made.take(0, 1) is False
-            and made.paused
-            and made.takes(0)
-            and made.takes(1)
+            made.deal_piece(1, 1) is made.deal_piece(0, 1) is False
+            and made.is_paused
+            and made.is_active(0)
+            and made.is_active(1)
         )
         for worker in (0, 1, 2):
-            made.begin(0, 0, [4, 4], range(3), 1)
-            assert made.take(worker, 2) == [(0, 2, 4), (1, 0, 2), (1, 2, 4)][worker]
+            made.begin_dealing(0, 0, [4, 4], range(3), 1)
+            assert made.deal_piece(worker, 2) == [(0, 2, 4), (1, 0, 2), (1, 2, 4)][worker]
 
     def test_where_somebody_has_ended_the_epoch_nobody_stops(self):
         made = scheduler(4)
-        made.leave(0)
-        made.pause()
-        assert made.take(1, 4) == (0, 0, 4)
+        made.leave_epoch(0)
+        made.pause_dealing()
+        assert made.deal_piece(1, 4) == (0, 0, 4)
 
     def test_who_ends_it_meanwhile_lets_the_others_go_on(self):
         made = scheduler(4, workers=3)
-        made.pause()
-        assert made.take(0, 4) is None
-        made.leave(1)
-        assert made.take(0, 4) == (0, 0, 4)
+        made.pause_dealing()
+        assert made.deal_piece(0, 4) is None
+        made.leave_epoch(1)
+        assert made.deal_piece(0, 4) == (0, 0, 4)
 
     def test_where_nothing_is_left_the_epoch_ends(self):
         made = scheduler(2)
-        made.take(0, 2)
-        made.pause()
-        made.tick(0, 1)
-        assert made.take(0, 1) is made.take(1, 1) is False and not made.paused and not made.takes(0)
+        made.deal_piece(0, 2)
+        made.pause_dealing()
+        made.complete_turn(0, 1)
+        assert (
+            made.deal_piece(0, 1) is made.deal_piece(1, 1) is False
+            and not made.is_paused
+            and not made.is_active(0)
+        )
 
 
 class TestLoss:
     def test_what_a_lost_worker_had_under_way_is_dealt_again(self):
         made = scheduler(4, 4, workers=3)
         for worker in (0, 1, 2, 2, 2):
-            made.take(worker, 1)
-        made.tick(2, 1)  # its first piece counts as trained
-        assert made.lose({0, 1}) == ([], 0)
-        assert made.take(0, 4) == (0, 3, 4) and made.take(1, 1) == (1, 0, 1)
+            made.deal_piece(worker, 1)
+        made.complete_turn(2, 1)  # its first piece counts as trained
+        assert made.remove_lost_workers({0, 1}) == ([], 0)
+        assert made.deal_piece(0, 4) == (0, 3, 4) and made.deal_piece(1, 1) == (1, 0, 1)
         with pytest.raises(Mismatch, match="no turns to take"):
-            made.take(2, 1)
+            made.deal_piece(2, 1)
         with pytest.raises(Mismatch, match="hasn't begun"):
-            made.tick(2, 2)
+            made.complete_turn(2, 2)
         assert made.clocks == {0: 0, 1: 0}
 
     def test_what_it_had_added_up_without_a_step_is_dealt_again(self):
         made = scheduler(4)
         for clock, carried in ((1, False), (2, True), (3, True)):
-            made.take(1, 1)
-            made.tick(1, clock, carried=carried)
-        made.lose({0})
-        assert [made.take(0, 9) for _ in range(3)] == [(0, 1, 2), (0, 2, 3), (0, 3, 4)]
+            made.deal_piece(1, 1)
+            made.complete_turn(1, clock, carried=carried)
+        made.remove_lost_workers({0})
+        assert [made.deal_piece(0, 9) for _ in range(3)] == [(0, 1, 2), (0, 2, 3), (0, 3, 4)]
 
     def test_who_waits_for_samples_gets_those_of_the_lost(self):
         made = scheduler(2, workers=2)
-        made.take(1, 2)
-        assert made.take(0, 2) is None
-        made.lose({0})
-        assert made.take(0, 2) == (0, 0, 2)
+        made.deal_piece(1, 2)
+        assert made.deal_piece(0, 2) is None
+        made.remove_lost_workers({0})
+        assert made.deal_piece(0, 2) == (0, 0, 2)
 
     def test_where_all_others_have_ended_the_epoch_it_is_told_how_much_is_lost(self):
         made = scheduler(4)
-        made.take(1, 3)
-        made.leave(0)
-        assert made.lose({0}) == ([], 3) and made.lose({0}) == ([], 0)
+        made.deal_piece(1, 3)
+        made.leave_epoch(0)
+        assert made.remove_lost_workers({0}) == ([], 3) and made.remove_lost_workers({0}) == ([], 0)
 
     def test_who_is_lost_is_not_waited_for(self):
         made = scheduler(*[1] * 9, workers=3)
         for worker in range(3):
-            made.take(worker, 1)
-        made.take(0, 1)
-        made.tick(0, 1)
-        made.tick(0, 2)
-        made.take(1, 1)
-        made.tick(1, 1)
-        assert not made.may(0, 1)
-        made.lose({0, 1})
-        assert made.may(0, 1) and made.behind(0) == [(1, 1)]
-        made.leave(1)
-        made.begin(1, 0, [1], range(3))  # as it had said, when it lived
+            made.deal_piece(worker, 1)
+        made.deal_piece(0, 1)
+        made.complete_turn(0, 1)
+        made.complete_turn(0, 2)
+        made.deal_piece(1, 1)
+        made.complete_turn(1, 1)
+        assert not made.may_begin_turn(0, 1)
+        made.remove_lost_workers({0, 1})
+        assert made.may_begin_turn(0, 1) and made.list_slowest_workers(0) == [(1, 1)]
+        made.leave_epoch(1)
+        made.begin_dealing(1, 0, [1], range(3))  # as it had said, when it lived
         assert made.clocks == {0: 2, 1: 2}
 
     def test_the_first_who_come_are_living_ones(self):
         made = scheduler(*[1] * 9, workers=4)
         for worker in range(4):
-            made.take(worker, 1)
-        assert made.arrive(3, 0, 1, "", 2) is None
-        made.lose({0, 1, 2})
-        assert made.arrive(1, 0, 1, "", 1) is None
-        found = made.arrive(0, 0, 1, "", 1)
+            made.deal_piece(worker, 1)
+        assert made.record_arrival(3, 0, 1, "", 2) is None
+        made.remove_lost_workers({0, 1, 2})
+        assert made.record_arrival(1, 0, 1, "", 1) is None
+        found = made.record_arrival(0, 0, 1, "", 1)
         assert isinstance(found, StepDecision) and found.workers == [0, 1]
-        made.lose({1, 2})
-        assert made.lose({2}) == ([(0, 1)], 0), "nobody who makes it is left"
+        made.remove_lost_workers({1, 2})
+        assert made.remove_lost_workers({2}) == ([(0, 1)], 0), "nobody who makes it is left"
 
     def test_a_step_within_a_bound_is_that_of_the_living(self):
         made = scheduler(*[1] * 9, workers=3)
         for worker in range(3):
-            made.take(worker, 1)
+            made.deal_piece(worker, 1)
         late = {"bound": 2, "now": 1.0}
-        assert made.gather(0, 0, 1, "", **late) is made.gather(2, 0, 1, "", **late) is None
-        assert made.lose({0, 1}) == ([], 0)
-        step = made.gather(1, 0, 1, "", **late)
         assert (
-            step.came.keys() == step.takers == {0, 1} and made.gather(0, 0, 1, "", **late) is step
+            made.record_gradient(0, 0, 1, "", **late)
+            is made.record_gradient(2, 0, 1, "", **late)
+            is None
         )
-        assert made.lose({1}) == ([], 0), "one of them lives"
-        assert made.lose({7})[0] == [(0, 1)]
+        assert made.remove_lost_workers({0, 1}) == ([], 0)
+        step = made.record_gradient(1, 0, 1, "", **late)
+        assert (
+            step.contributions.keys() == step.waiting_workers == {0, 1}
+            and made.record_gradient(0, 0, 1, "", **late) is step
+        )
+        assert made.remove_lost_workers({1}) == ([], 0), "one of them lives"
+        assert made.remove_lost_workers({7})[0] == [(0, 1)]

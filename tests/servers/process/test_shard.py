@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from paceline.comm.bucket_layout import BucketShape, cut_runs
 from paceline.errors import Mismatch
 from paceline.servers.process import optimizers as recipe
-from paceline.servers.process.partition import RowRange, deal, pieces
+from paceline.servers.process.partition import RowRange, cut_parameters, deal_pieces
 from paceline.servers.process.shard import Shard, ShardPlan
-from paceline.state.snapshot import loads, pack
+from paceline.state.snapshot import make_snapshot, snapshot_from_bytes
 
 SIZES = ((600, 40), (40,), (30, 40), (30,))
 
@@ -40,10 +40,12 @@ class Servers:
             for g, group in enumerate(o.param_groups)
             for p in group["params"]
         }
-        found = pieces([BucketShape.of_parameter(p) for p in model], count, [False] * len(model))
-        told = [(recipe.describe(o), recipe.settings(o)) for o in optimizers]
+        found = cut_parameters(
+            [BucketShape.of_parameter(p) for p in model], count, [False] * len(model)
+        )
+        told = [(recipe.get_optimizer_name(o), recipe.read_settings(o)) for o in optimizers]
         self.shards = []
-        for numbers in deal(found, count):
+        for numbers in deal_pieces(found, count):
             mine = [found[number] for number in numbers]
             owners = [owner[id(model[piece.slot])] for piece in mine]
             kinds = [
@@ -58,13 +60,15 @@ class Servers:
             )
         for shard in self.shards:
             for number in range(len(shard.units)):
-                shard.fill(number, self.flat(shard, number, [p.detach() for p in model]))
+                shard.fill_unit(number, self.flat(shard, number, [p.detach() for p in model]))
 
     def flat(self, shard: Shard, number: int, values: list[Tensor | None]) -> Tensor:
         """Some tensors of all parameters, as they lie in a unit."""
         bucket = shard.units[number].bucket
         found = torch.zeros_like(bucket.flat)
-        for index, view in zip(shard.plan.runs[number], bucket.views_over(found), strict=True):
+        for index, view in zip(
+            shard.plan.unit_pieces[number], bucket.views_over(found), strict=True
+        ):
             value = values[(piece := shard.plan.pieces[index]).slot]
             if value is not None:
                 view.copy_(value[piece.start : piece.stop] if value.dim() else value)
@@ -72,7 +76,8 @@ class Servers:
 
     def used(self, shard: Shard, number: int, values: list[Tensor | None]) -> bytes:
         return bytes(
-            values[shard.plan.pieces[index].slot] is not None for index in shard.plan.runs[number]
+            values[shard.plan.pieces[index].slot] is not None
+            for index in shard.plan.unit_pieces[number]
         )
 
     def pushes(self, values: list[Tensor | None], worker: int) -> list[Any]:
@@ -93,7 +98,9 @@ class Servers:
         for shard in self.shards:
             for number, unit in enumerate(shard.units):
                 for index, view in zip(
-                    shard.plan.runs[number], unit.bucket.views_over(shard.read(number)), strict=True
+                    shard.plan.unit_pieces[number],
+                    unit.bucket.views_over(shard.read_unit(number)),
+                    strict=True,
                 ):
                     piece: RowRange = shard.plan.pieces[index]
                     found[piece.slot][piece.start : piece.stop] = view.detach()
@@ -135,7 +142,7 @@ def test_twenty_steps_are_those_of_one_process(kind, servers):
         alone, model = parameters(), parameters()
         one, mine = KINDS[kind](alone), KINDS[kind](model)
         there = Servers(model, [mine], servers)
-        told = recipe.settings(mine)
+        told = recipe.read_settings(mine)
         for step in range(1, 21):
             without = 1 if step % 3 == 0 else None
             found = [gradients(step, worker, without=without) for worker in range(workers)]
@@ -151,12 +158,12 @@ def test_twenty_steps_are_those_of_one_process(kind, servers):
             chance.shuffle(pushes)
             for shard, *push in pushes:
                 shard.push(*push)
-            parts = [shard.norm(0, range(workers)) for shard in there.shards]
+            parts = [shard.compute_norm(0, range(workers)) for shard in there.shards]
             assert math.isclose(math.hypot(*parts), norm, rel_tol=1e-12)
-            factor, now = min(1.0, 50.0 / (norm + 1e-6)), recipe.settings(mine)
+            factor, now = min(1.0, 50.0 / (norm + 1e-6)), recipe.read_settings(mine)
             for shard in there.shards:
-                assert shard.close(
-                    0, step, range(workers), factor=factor, settings=recipe.changed(told, now)
+                assert shard.close_step(
+                    0, step, range(workers), factor=factor, settings=recipe.diff_settings(told, now)
                 )
             told = now
         for one_value, value in zip(alone, there.read(), strict=True):
@@ -177,7 +184,7 @@ def test_the_sum_does_not_depend_on_who_comes_first():
             for shard, *push in pushes:
                 shard.push(*push)
             for shard in there.shards:
-                shard.close(0, step, range(4))
+                shard.close_step(0, step, range(4))
         found.append(there.read())
     assert all(
         torch.equal(one, other)
@@ -213,7 +220,7 @@ class TestOnce:
         model = parameters()
         other = Servers(model, [KINDS["adam"](model)], 1)
         push(other, 1)
-        other.shards[0].close(0, 1, [0, 1])
+        other.shards[0].close_step(0, 1, [0, 1])
         assert all(
             torch.equal(one, two) for one, two in zip(there.read(), other.read(), strict=True)
         )
@@ -274,7 +281,7 @@ def test_two_optimizers_step_by_themselves():
     before = there.read()
     push(there, 1, (0,))
     for shard in there.shards:
-        shard.close(1, 1, [0])
+        shard.close_step(1, 1, [0])
     after = there.read()
     assert [torch.equal(one, other) for one, other in zip(before, after, strict=True)] == [
         True,
@@ -283,7 +290,7 @@ def test_two_optimizers_step_by_themselves():
         False,
     ]
     for shard in there.shards:
-        shard.close(0, 1, [0])
+        shard.close_step(0, 1, [0])
     assert not torch.equal(there.read()[0], before[0]) and torch.equal(there.read()[2], after[2])
 
 
@@ -303,14 +310,14 @@ def test_gradients_that_are_applied_as_they_come():
             for shard, number, _, flat, used in there.pushes(grads, worker):
                 shard.push(number, worker, flat, used)
             for shard in there.shards:
-                assert shard.apply(0, worker, step, factor=0.5, part=0.25)
-                assert not shard.apply(0, worker, step, factor=0.5, part=0.25), (
+                assert shard.apply_gradient(0, worker, step, factor=0.5, part=0.25)
+                assert not shard.apply_gradient(0, worker, step, factor=0.5, part=0.25), (
                     "it comes again, and does nothing"
                 )
                 with pytest.raises(Mismatch, match="has not pushed all"):
-                    shard.apply(0, worker, step + 1)
+                    shard.apply_gradient(0, worker, step + 1)
                 with pytest.raises(Mismatch, match="can't come after its step"):
-                    shard.apply(0, worker, step + 2)
+                    shard.apply_gradient(0, worker, step + 2)
     assert all(
         torch.allclose(p, value, rtol=1e-12) for p, value in zip(alone, there.read(), strict=True)
     )
@@ -338,21 +345,23 @@ def test_what_comes_late_is_kept_for_a_later_step(clipped):
         for worker, turn in [*who, (1, 2)] if step == 2 else who:
             if worker == 1 and step == 2 and clipped:
                 for shard in there.shards:
-                    shard.norm(0, [worker for worker, _ in who])  # and it comes after that
+                    shard.compute_norm(0, [worker for worker, _ in who])  # and it comes after that
             if step < 3 or worker != 1:
                 for shard, number, _, flat, used in there.pushes(
                     [g / 3 for g in gradients(turn, worker)], worker
                 ):
                     shard.push(number, worker, flat, used, keep=True)
         for shard in there.shards:
-            assert shard.close(
+            assert shard.close_step(
                 0, step, [worker for worker, _ in who], factor=1 / part, part=part, keep=True
             )
     assert all(
         torch.allclose(p, value, rtol=1e-12) for p, value in zip(alone, there.read(), strict=True)
     )
     assert all(
-        not unit.pushed and unit.total is None for shard in there.shards for unit in shard.units
+        not unit.pushes and unit.gradient_sum is None
+        for shard in there.shards
+        for unit in shard.units
     )
     assert all(
         group["lr"] == 0.01 for shard in there.shards for group in shard.optimizers[0].param_groups
@@ -370,16 +379,18 @@ def test_a_replica_goes_on_from_the_state(there, summed):
     if summed:
         shard.norm(0, [0, 1])
     other = Shard(shard.plan)
-    other.load_state_dict(loads(pack(shard.state_dict()).dumps()).unpack())
+    other.load_state_dict(
+        snapshot_from_bytes(make_snapshot(shard.state_dict()).to_bytes()).unpack_state()
+    )
     for replica in (shard, other):
         assert (
-            replica.missing(0, [0, 1]) == []
-            and not replica.close(0, 1, [0, 1])
-            and replica.close(0, 2, [0, 1])
+            replica.list_missing_workers(0, [0, 1]) == []
+            and not replica.close_step(0, 1, [0, 1])
+            and replica.close_step(0, 2, [0, 1])
         )
     for number in range(len(shard.units)):
         assert (
-            torch.equal(shard.read(number), other.read(number))
+            torch.equal(shard.read(number), other.read_unit(number))
             and shard.units[number].version == other.units[number].version
         )
     assert other.units[0].bucket.flat.data_ptr() != shard.units[0].bucket.flat.data_ptr()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.codec.coding import parts, room
+from paceline.codec.coding import make_message, split_message
 from paceline.codec.dense import int8
 from paceline.codec.sparse import topk
 from paceline.errors import Mismatch
@@ -84,7 +84,10 @@ WRONG: dict[str, Request[Any]] = {
 def test_is_refused_with_its_reason(begun: Any, name: str) -> None:
     with pytest.raises(Mismatch, match="the server refused it: "):
         begun(0, WRONG[name])
-    assert len(begun.said) == 1 and f"{WRONG[name].kind} of 0 was refused" in begun.said[0]
+    assert (
+        len(begun.has_reported) == 1
+        and f"{WRONG[name].kind} of 0 was refused" in begun.has_reported[0]
+    )
     for unit in (0, 1):
         begun(0, push(unit, ONES.clone()))
     begun(0, close(1))
@@ -92,14 +95,14 @@ def test_is_refused_with_its_reason(begun: Any, name: str) -> None:
 
 
 def encoded(coding: Any, x: Tensor) -> Tensor:
-    whole, message = room(coding, x.numel())
+    whole, message = make_message(coding, x.numel())
     coding.encode(x, message)
     return whole
 
 
 PICKED = encoded(topk(0.5), torch.tensor([0.0, 4.0, 0.0, -8.0, 0.0]))
 PLACED = PICKED.clone()
-parts(topk(0.5), 5, PLACED)[1][0] = 5
+split_message(topk(0.5), 5, PLACED)[1][0] = 5
 WRONG_CODED: dict[str, Request[Any]] = {
     "what is not coded": push(0, torch.ones(5)),
     "what is coded otherwise": push(0, encoded(int8(8), torch.ones(5))),

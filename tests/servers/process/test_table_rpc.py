@@ -14,7 +14,7 @@ from paceline.errors import Mismatch
 from paceline.servers.process.main import Server
 from paceline.servers.process.table import TableSpec
 from paceline.servers.protocol import rows
-from paceline.servers.protocol.message import Index, SentRequest, call, send
+from paceline.servers.protocol.message import Index, SentRequest, call_server, send_request
 from tests.harness.jobs import PATIENCE as SECONDS
 
 KEYS = derive_rpc_keys(b"0123456789abcdef", "tests")
@@ -44,7 +44,7 @@ def callers() -> Iterator[Callers]:
 
 
 def table(caller: RpcClient, spec: TableSpec = SPEC, lr: float = 1.0) -> None:
-    call(caller, rows.OpenTable(Index(0), spec.plain(), {"lr": lr}, 0, 1), SECONDS)
+    call_server(caller, rows.OpenTable(Index(0), spec.to_plain_data(), {"lr": lr}, 0, 1), SECONDS)
 
 
 def gradient(
@@ -58,7 +58,7 @@ def gradient(
 def give(
     caller: RpcClient, step: int, *numbers: int, used: bool = True, settings: Any = None
 ) -> Sent:
-    return send(
+    return send_request(
         caller,
         rows.PushRows(
             gradient(step, *numbers, used=used, settings=settings), (0, 1), decided=False
@@ -68,11 +68,11 @@ def give(
 
 
 def pull(caller: RpcClient, step: int, *numbers: int) -> Sent:
-    return send(caller, rows.PullRows(Index(0), step, "", torch.tensor(numbers)), SECONDS)
+    return send_request(caller, rows.PullRows(Index(0), step, "", torch.tensor(numbers)), SECONDS)
 
 
 def wait(sent: Sent, seconds: float = SECONDS) -> Any:
-    return sent.wait(seconds)
+    return sent.wait_for_reply(seconds)
 
 
 def test_rows_are_read_once_all_have_given(callers: Callers) -> None:
@@ -96,24 +96,26 @@ def test_who_is_a_step_ahead_waits(callers: Callers) -> None:
     wait(give(two, 1))
     wait(ahead)
     wait(give(two, 2))
-    assert torch.equal(wait(pull(two, 2, 5)).values, SPEC.initial(torch.tensor([5])) - 1)
+    assert torch.equal(wait(pull(two, 2, 5)).values, SPEC.make_initial_rows(torch.tensor([5])) - 1)
 
 
 def test_a_step_that_nobody_used_counts_for_nobody(callers: Callers) -> None:
     one, two = callers
     for caller in callers:
         wait(give(caller, 1, used=False, settings={"lr": 0.5}))
-    digest = call(one, rows.DigestTable(Index(0), 1, ""), SECONDS)
+    digest = call_server(one, rows.DigestTable(Index(0), 1, ""), SECONDS)
     assert (digest.count, digest.rows) == (0, 0)
     for caller in callers:
         wait(give(caller, 2, 7, used=caller is one))
     # 2 x 0.5
-    assert torch.equal(wait(pull(two, 2, 7)).values, SPEC.initial(torch.tensor([7])) - 1.0)
+    assert torch.equal(
+        wait(pull(two, 2, 7)).values, SPEC.make_initial_rows(torch.tensor([7])) - 1.0
+    )
 
 
 def decide(caller: RpcClient, step: int, *numbers: int) -> None:
     """Give, where the step isn't made by that."""
-    call(
+    call_server(
         caller,
         rows.PushRows(gradient(step, *numbers, settings={"lr": 1.0}), (), decided=True),
         SECONDS,
@@ -123,7 +125,7 @@ def decide(caller: RpcClient, step: int, *numbers: int) -> None:
 def made(
     caller: RpcClient, step: int, calls: int, *, floor: int = 0, workers: tuple[int, ...] = (0, 1)
 ) -> None:
-    call(
+    call_server(
         caller,
         rows.MakeRowSteps((rows.DecidedRowStep(Index(0), step, floor),), workers, calls),
         SECONDS,
@@ -131,11 +133,11 @@ def made(
 
 
 def back(caller: RpcClient, step: int, calls: int) -> None:
-    call(caller, rows.RollBackRows(((0, step),), calls), SECONDS)
+    call_server(caller, rows.RollBackRows(((0, step),), calls), SECONDS)
 
 
 def values(caller: RpcClient, step: int, *numbers: int) -> Any:
-    return wait(pull(caller, step, *numbers)).values - SPEC.initial(torch.tensor(numbers))
+    return wait(pull(caller, step, *numbers)).values - SPEC.make_initial_rows(torch.tensor(numbers))
 
 
 class TestSurviving:
@@ -188,13 +190,13 @@ class TestSurviving:
         one, two = callers
         decide(one, 1, 5)
         made(one, 1, 3, workers=(0,))
-        state = call(one, rows.DescribeTable(Index(0)), SECONDS)
+        state = call_server(one, rows.DescribeTable(Index(0)), SECONDS)
         assert (state.step, state.count, state.settings) == (1, 1, {"lr": 1.0})
-        part = call(one, rows.ReadRows(Index(0), 1, "", 0, 10), SECONDS)
-        call(two, rows.CopyTable(Index(0), 0, 1, state), SECONDS)
+        part = call_server(one, rows.ReadRows(Index(0), 1, "", 0, 10), SECONDS)
+        call_server(two, rows.CopyTable(Index(0), 0, 1, state), SECONDS)
         assert values(two, 1, 5).sum() == 0
-        assert call(two, rows.DescribeTable(Index(0)), SECONDS) == state
-        call(two, rows.LoadRows(Index(0), part.names, part.tensors), SECONDS)
+        assert call_server(two, rows.DescribeTable(Index(0)), SECONDS) == state
+        call_server(two, rows.LoadRows(Index(0), part.names, part.tensors), SECONDS)
         assert values(one, 1, 5).tolist() == [[-1, -1]]
 
 
@@ -225,7 +227,7 @@ class TestRefusals:
     def test_senseless_ones(self, callers: Callers) -> None:
         one, _ = callers
         with pytest.raises(Mismatch, match="there is no table 4"):
-            call(one, rows.PullRows(Index(4), 0, "", torch.tensor([1])), SECONDS)
+            call_server(one, rows.PullRows(Index(4), 0, "", torch.tensor([1])), SECONDS)
         with pytest.raises(Mismatch, match="don't lie on this server"):
             wait(pull(one, 0, 100))
         with pytest.raises(Mismatch, match="a part of it is missing"):
@@ -238,7 +240,7 @@ class TestOutOfLockstep:
     """By messages: what is held, who makes a step, and what waits for what."""
 
     def hold(self, caller: RpcClient, after: int, *numbers: int, used: bool = True) -> Sent:
-        return send(
+        return send_request(
             caller,
             rows.HoldRows(gradient(after + 1, *numbers, used=used, settings={"lr": 1.0}), after),
             SECONDS,
@@ -247,17 +249,21 @@ class TestOutOfLockstep:
     def close(
         self, caller: RpcClient, step: int, *workers: int, factor: float = 1.0, part: float = 1.0
     ) -> Sent:
-        return send(caller, rows.CloseRowStep((Index(0),), step, workers, factor, part), SECONDS)
+        return send_request(
+            caller, rows.CloseRowStep((Index(0),), step, workers, factor, part), SECONDS
+        )
 
     def now(self, caller: RpcClient, free: str, step: int, *numbers: int) -> Sent:
-        return send(caller, rows.PullRows(Index(0), step, free, torch.tensor(numbers)), SECONDS)
+        return send_request(
+            caller, rows.PullRows(Index(0), step, free, torch.tensor(numbers)), SECONDS
+        )
 
     def moved(self, caller: RpcClient, free: str, step: int, row: int) -> float:
         return round(
             float(
                 (
                     wait(self.now(caller, free, step, row)).values
-                    - SPEC.initial(torch.tensor([row]))
+                    - SPEC.make_initial_rows(torch.tensor([row]))
                 )[0, 0]
             ),
             9,
@@ -272,7 +278,7 @@ class TestOutOfLockstep:
             wait(asked, 0.3)
         for caller in callers:
             wait(self.close(caller, 1, 0, factor=0.5, part=0.5))
-        assert torch.equal(wait(asked).values, SPEC.initial(torch.tensor([1])) - 0.25)
+        assert torch.equal(wait(asked).values, SPEC.make_initial_rows(torch.tensor([1])) - 0.25)
         assert self.moved(two, "together", 0, 1) == -0.25, "later steps may be in what is read"
 
     def test_what_was_late_is_in_the_next_step_or_replaced(self, callers: Callers) -> None:
@@ -308,17 +314,17 @@ class TestOutOfLockstep:
         with pytest.raises(TimeoutError):
             wait(ahead, 0.3)
         assert self.moved(two, "alone", 0, 4) == 0.0
-        call(
+        call_server(
             one, rows.ApplyRows(gradient(1, 4, settings={"lr": 1.0}), factor=2.0, part=0.5), SECONDS
         )
-        assert torch.equal(wait(ahead).values, SPEC.initial(torch.tensor([4])) - 1.0)
+        assert torch.equal(wait(ahead).values, SPEC.make_initial_rows(torch.tensor([4])) - 1.0)
         assert self.moved(two, "alone", 0, 4) == -1.0
 
     def test_a_step_without_any_gradient_counts_for_nobody(self, callers: Callers) -> None:
         one, _ = callers
         wait(self.hold(one, 0, used=False))
         wait(self.close(one, 1, 0))
-        digest = call(one, rows.DigestTable(Index(0), 1, "together"), SECONDS)
+        digest = call_server(one, rows.DigestTable(Index(0), 1, "together"), SECONDS)
         assert (digest.count, digest.rows) == (0, 0)
 
     def test_whoever_has_come_with_nothing_is_named(self, callers: Callers) -> None:

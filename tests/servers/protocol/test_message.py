@@ -13,7 +13,14 @@ from torch import Tensor
 
 from paceline.comm.rpc import RpcClient, RpcMessage, RpcServer
 from paceline.errors import Mismatch, UsageError
-from paceline.servers.protocol.message import Acknowledged, Index, Message, Request, call, send
+from paceline.servers.protocol.message import (
+    Acknowledged,
+    Index,
+    Message,
+    Request,
+    call_server,
+    send_request,
+)
 from tests.harness.messages import check
 from tests.harness.rpc_servers import KEYS, SECONDS, Server
 
@@ -83,7 +90,7 @@ def test_requests_have_their_kind_their_reply_and_their_step() -> None:
     class Step(Request[Acknowledged], kind="step"):
         step: int
 
-    assert (Outer.kind, Outer.reply, Step.reply) == ("outer", Inner, Acknowledged)
+    assert (Outer.kind, Outer.reply_class, Step.reply_class) == ("outer", Inner, Acknowledged)
     assert (OUTER.step_served, Step(3).step_served, Step(-3).step_served) == (0, 3, 0)
 
 
@@ -99,10 +106,10 @@ def test_a_reply_is_what_was_asked_for_or_names_who_gave_something_else() -> Non
     with contextlib.closing(Server(answer, hosts=["127.0.0.1"])) as server:
         caller = RpcClient(server.receiver.addresses[0], KEYS, sender=1, who="server 0")
         with contextlib.closing(caller):
-            reply = call(caller, OUTER, SECONDS)
+            reply = call_server(caller, OUTER, SECONDS)
             assert reply.name == "b" and torch.equal(reply.x, TWO.double())
-            sent = send(caller, Outer(Index(0), (), {}, (), TWO), SECONDS)
+            sent = send_request(caller, Outer(Index(0), (), {}, (), TWO), SECONDS)
             with pytest.raises(
                 Mismatch, match="server 0 answered outer with something else: name is 7"
             ):
-                sent.wait(SECONDS)
+                sent.wait_for_reply(SECONDS)

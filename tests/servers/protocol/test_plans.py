@@ -6,14 +6,14 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.servers.process.shard import ShardPlan
-from paceline.servers.protocol.plans import read, write
+from paceline.servers.protocol.plans import pack_plan, unpack_plan
 from tests.harness.shard_plans import WAYS, plan
 
 
 def test_a_plan_comes_as_it_was_written() -> None:
-    found, again = plan(), read(write(plan()))
-    assert again == ShardPlan(found.pieces, found.runs, found.owners, found.optimizers)
-    assert read(write(plan(ways=WAYS))).ways == WAYS
+    found, again = plan(), unpack_plan(pack_plan(plan()))
+    assert again == ShardPlan(found.pieces, found.unit_pieces, found.piece_owners, found.optimizers)
+    assert unpack_plan(pack_plan(plan(ways=WAYS))).unit_phases == WAYS
 
 
 @pytest.mark.parametrize(
@@ -29,4 +29,4 @@ def test_a_plan_comes_as_it_was_written() -> None:
 )
 def test_what_is_no_plan(text: bytes) -> None:
     with pytest.raises(UsageError, match="no plan of a server"):
-        read(text)
+        unpack_plan(text)

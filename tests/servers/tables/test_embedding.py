@@ -35,7 +35,7 @@ class Memory:
     def prefetch(self, ids: Tensor) -> None:
         self.ahead.append(ids.tolist())
 
-    def weigh(self) -> float:
+    def report_backward(self) -> float:
         return self.weight
 
 

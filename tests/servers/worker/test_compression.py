@@ -19,7 +19,7 @@ from paceline.codec.codec import after, error_feedback, named, smaller, where
 from paceline.codec.coding import compose, exact
 from paceline.codec.dense import half, int8, sign
 from paceline.codec.sparse import randomk, topk
-from paceline.servers.protocol.message import call
+from paceline.servers.protocol.message import call_server
 from paceline.servers.protocol.parameters import PullUnit
 from paceline.servers.worker.client import ParameterServerSync
 from paceline.servers.worker.strategy import ParameterServer
@@ -183,7 +183,7 @@ def test_what_is_kept_is_sent_when_it_becomes_exact(dtype: torch.dtype) -> None:
             found.append(
                 any(
                     bool(r.any())
-                    for r in client(run).link.codec.residuals(client(run).link.slots)
+                    for r in client(run).link.codec.get_residuals(client(run).link.slots)
                     if r is not None
                 )
             )
@@ -231,9 +231,9 @@ def settled(run: Run, some: Any = None, steps: int = 6, **options: Any) -> tuple
         if taken == steps:
             break
     client(run).commit()  # as the loader does it
-    assert not client(run).link.codec._stepped
+    assert not client(run).link.codec._stepped_residuals
     client(run).converge()
-    kept = client(run).link.codec.residuals(client(run).link.slots)
+    kept = client(run).link.codec.get_residuals(client(run).link.slots)
     left = torch.cat(
         [
             torch.zeros(p.numel()) if r is None else r.reshape(-1)
@@ -414,7 +414,7 @@ def test_out_of_lockstep_all_have_exactly_what_servers_have_where_an_epoch_ends(
             epoch(model, optimizer, loader)
             client(run).converge()
             found = parameters(model)
-            client(run).link.catch_up({})
+            client(run).link.read_all_units({})
             assert torch.equal(found, parameters(model))
         return found
 
@@ -490,7 +490,7 @@ def test_with_other_workers_and_servers_nothing_that_was_kept_is_lost(tmp_path: 
         return torch.cat(
             [
                 r.reshape(-1)
-                for r in client(run).link.codec.residuals(client(run).link.slots)
+                for r in client(run).link.codec.get_residuals(client(run).link.slots)
                 if r is not None
             ]
         ).double()
@@ -545,10 +545,10 @@ def test_replicas_are_looked_at_as_servers_have_them() -> None:
             for slot, tensor in zip(sync.link.slots, found, strict=True)
         ]
         for unit in sync.link.layout.units:
-            unit.give(
+            unit.unpack_parameters(
                 slots,
-                call(
-                    sync.link.callers[unit.server], PullUnit(unit.number, 0, copy=False), 20
+                call_server(
+                    sync.link.primaries[unit.server], PullUnit(unit.number, 0, copy=False), 20
                 ).values,
             )
         return found
@@ -577,7 +577,7 @@ class TestNotInLockstep:
                 given += torch.cat([p.grad.reshape(-1) for p in model.parameters()])
                 optimizer.step()
                 optimizer.zero_grad()
-            kept = client(run).link.codec.residuals(client(run).link.slots)
+            kept = client(run).link.codec.get_residuals(client(run).link.slots)
             left = torch.cat([r.reshape(-1) for r in kept if r is not None]).double()
             assert float(left.norm()) > 0
             return given, left, before - parameters(model)
@@ -614,18 +614,18 @@ class TestNotInLockstep:
                 optimizer.step()
                 optimizer.zero_grad()
             sync.commit()
-            before = {key: x.clone() for key, x in wrapper._kept.items()}
+            before = {key: x.clone() for key, x in wrapper._committed_residuals.items()}
             for end in (
-                lambda: wrapper.over(sync.link.layout.units, stepped=False),
-                wrapper.forget,
+                lambda: wrapper.end_pushes(sync.link.layout.units, stepped=False),
+                wrapper.discard_residuals,
             ):
                 for unit in sync.link.layout.units:
-                    wrapper.encode(unit, bytes([1] * len(unit.members)), counts=True)
-                assert wrapper._pushed
+                    wrapper.encode_unit(unit, bytes([1] * len(unit.members)), counts=True)
+                assert wrapper._pending_residuals
                 end()
-                wrapper.commit()
+                wrapper.commit_residuals()
                 assert before and all(
-                    torch.equal(wrapper._kept[key], x) for key, x in before.items()
+                    torch.equal(wrapper._committed_residuals[key], x) for key, x in before.items()
                 )
 
         workers(2, body, strategy=served(COARSE))

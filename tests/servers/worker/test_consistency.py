@@ -141,8 +141,8 @@ class TestStepsTogether:
         """The same weights as one worker alone has, with momentum, clipped, with a schedule:
         whoever is dealt which samples of a batch.
         """
-        monkeypatch.setattr("paceline.servers.process.arrivals.LEAST", 1e9)
-        monkeypatch.setattr("paceline.servers.process.arrivals.MOST", 1e9)
+        monkeypatch.setattr("paceline.servers.process.late_gradients.MIN_MARGIN", 1e9)
+        monkeypatch.setattr("paceline.servers.process.late_gradients.MAX_MARGIN", 1e9)
         found, facts = self.losses(ParameterServer(2, 3), size)
         expected, _ = self.losses(ParameterServer(2), 1)
         assert (found - expected).norm() <= 1e-9 * expected.norm()

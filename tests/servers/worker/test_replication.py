@@ -26,7 +26,7 @@ class Town:
     """A `House` whose servers begin as soon as they are started."""
 
     def __init__(self, here: str, servers: list[Server]) -> None:
-        self.here, self.servers, self.next_step = (
+        self.host_name, self.servers, self.next_server = (
             here,
             list(servers),
             1 + max(number for number, _, _ in servers),
@@ -46,30 +46,30 @@ class Town:
             shards,
         )
 
-    def lose(self, numbers: Collection[int]) -> ServerEndpoints:
+    def remove_servers(self, numbers: Collection[int]) -> ServerEndpoints:
         self.servers = [each for each in self.servers if each[0] not in numbers]
         return self._endpoints(self.servers)
 
-    def spawn(self, shard: int, *, mine: bool) -> int:
-        self.next_step += 1
+    def spawn_server(self, shard: int, *, mine: bool) -> int:
+        self.next_server += 1
         if mine:
-            self.started[self.next_step - 1] = self.next_step - 1, shard, self.here
-        return self.next_step - 1
+            self.started[self.next_server - 1] = self.next_server - 1, shard, self.host_name
+        return self.next_server - 1
 
-    def spawned(self, number: int) -> Any:
+    def get_spawned_server(self, number: int) -> Any:
         return self.started[number]
 
-    def add(self, told: Any) -> ServerEndpoints:
+    def add_server(self, told: Any) -> ServerEndpoints:
         self.servers.append(tuple(told))
         return self._endpoints(self.servers)
 
-    def at(self, told: Any) -> ServerEndpoints:
+    def make_endpoints_of(self, told: Any) -> ServerEndpoints:
         return self._endpoints([tuple(told)])
 
-    def homes(self) -> list[tuple[str, int]]:
+    def list_homes(self) -> list[tuple[str, int]]:
         return [(host, shard) for _, shard, host in self.servers]
 
-    def on(self, hosts: Collection[str]) -> list[int]:
+    def list_servers_on(self, hosts: Collection[str]) -> list[int]:
         return [number for number, _, host in self.servers if host in hosts]
 
 
@@ -116,7 +116,7 @@ def play(
 
     def work(group: Group) -> Any:
         pool, ends = Town(hosts[group.rank], servers), Ends(len({shard for _, shard, _ in servers}))
-        ends.reach(pool.lose(()), 0)
+        ends.reach(pool.remove_servers(()), 0)
 
         def fill(shard: int, end: Any) -> Iterator[None]:
             yield
@@ -131,28 +131,30 @@ def play(
 
 def filled(replacing: ServerReplication, told: list[Any]) -> list[int]:
     """Fill these, and return the numbers of those that live."""
-    return [number for number, found in told if found and all(replacing.filling(found))]
+    return [number for number, found in told if found and all(replacing.fill_new_copy(found))]
 
 
 def all_in(replacing: ServerReplication) -> None:
     """Take in what has begun, wherever."""
     told = [
         found
-        for answer in replacing.context.group.gather_bytes(json.dumps(replacing.begun()).encode())
+        for answer in replacing.context.group.gather_bytes(
+            json.dumps(replacing.list_begun_copies()).encode()
+        )
         for found in json.loads(answer)
     ]
-    replacing.take_in(told, filled(replacing, told))
+    replacing.take_in_copies(told, filled(replacing, told))
 
 
 @pytest.mark.parametrize("leaving", [["a"], ["c"], ["a", "b"], ["b", "c"]])
 def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]) -> None:
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         hosts = dict(enumerate(HOSTS))
-        assert not replacing.relieve(hosts, leaving) and replacing.waits
+        assert not replacing.relieve_hosts(hosts, leaving) and replacing.has_starting_copies
         # they are under way
-        assert not replacing.relieve(hosts, leaving) and pool.next_step == 3 + len(leaving)
+        assert not replacing.relieve_hosts(hosts, leaving) and pool.next_server == 3 + len(leaving)
         all_in(replacing)
-        assert replacing.relieve(hosts, leaving) and not replacing.waits
+        assert replacing.relieve_hosts(hosts, leaving) and not replacing.has_starting_copies
         replacing.part(leaving)
         return pool.servers, ends.of
 
@@ -171,8 +173,11 @@ def test_where_others_have_copies_nothing_is_started() -> None:
     twice = [*SERVERS, *((3 + shard, shard, "bca"[shard]) for shard in range(3))]
 
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
-        assert replacing.relieve(dict(enumerate(HOSTS)), ["a"]) and not replacing.waits
-        replacing.part(["a"])
+        assert (
+            replacing.relieve_hosts(dict(enumerate(HOSTS)), ["a"])
+            and not replacing.has_starting_copies
+        )
+        replacing.drop_leaving_servers(["a"])
         return pool.servers
 
     assert play(act, twice, copies=2)[0] == [each for each in twice if each[2] != "a"]
@@ -183,11 +188,13 @@ def test_a_copy_that_starts_on_a_leaving_host_is_not_counted_on() -> None:
 
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         ends.dead.append(0)
-        replacing.survey(replacing.context)  # the new one is started on the first of two free hosts
-        (first,) = replacing._anew.values()
+        replacing.agree_on_losses(
+            replacing.context
+        )  # the new one is started on the first of two free hosts
+        (first,) = replacing._starting_copies.values()
         leaving = [HOSTS[first.starter], "b"]
-        assert not replacing.relieve(dict(enumerate(HOSTS)), leaving)
-        return leaving, [HOSTS[found.starter] for found in replacing._anew.values()]
+        assert not replacing.relieve_hosts(dict(enumerate(HOSTS)), leaving)
+        return leaving, [HOSTS[found.starter] for found in replacing._starting_copies.values()]
 
     leaving, starters = play(act, twice, copies=2)[0]
     assert starters[0] == leaving[0] and {*starters[1:]} == {*HOSTS} - {*leaving}
@@ -197,11 +204,11 @@ def test_who_has_not_heard_yet_that_servers_left_hears_it_after_a_loss() -> None
     """The next is lost when some have gone on from there, and others have not."""
 
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
-        assert replacing.relieve(dict(enumerate(HOSTS)), ["b"])
+        assert replacing.relieve_hosts(dict(enumerate(HOSTS)), ["b"])
         if replacing.context.group.rank % 2:
-            replacing.part(["b"])
-        replacing.survey(replacing.context)
-        return pool.servers, ends.of, dict(replacing._anew), replacing.take_lost()
+            replacing.drop_leaving_servers(["b"])
+        replacing.agree_on_losses(replacing.context)
+        return pool.servers, ends.of, dict(replacing._starting_copies), replacing.take_lost_names()
 
     found = play(act, [(0, 0, "a"), (1, 0, "b")], copies=2)
     assert all(each == found[0] for each in found)
@@ -216,22 +223,22 @@ def test_who_has_not_taken_a_copy_in_yet_does_so_after_a_loss(quick: tuple[int, 
     """
 
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
-        replacing.relieve(dict(enumerate(HOSTS)), ["a"])
+        replacing.relieve_hosts(dict(enumerate(HOSTS)), ["a"])
         told = [
             found
             for answer in replacing.context.group.gather_bytes(
-                json.dumps(replacing.begun()).encode()
+                json.dumps(replacing.list_begun_copies()).encode()
             )
             for found in json.loads(answer)
         ]
         alive = filled(replacing, told)
         if replacing.context.group.rank in quick:
-            replacing.take_in(told, alive)
+            replacing.take_in_copies(told, alive)
         ends.dead.append(0)  # or this would be the only one
-        replacing.survey(replacing.context)
+        replacing.agree_on_losses(replacing.context)
         if replacing.context.group.rank not in quick:
-            replacing.take_in(told, alive)
-        return sorted(pool.servers), ends.of, replacing.waits
+            replacing.take_in_copies(told, alive)
+        return sorted(pool.servers), ends.of, replacing.has_starting_copies
 
     found = play(act, SERVERS)
     assert all(each == found[0] for each in found) and not found[0][2]
@@ -245,12 +252,12 @@ def test_a_copy_that_its_starter_has_not_heard_of_is_not_waited_for() -> None:
 
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         if replacing.context.group.rank < 2:
-            replacing.relieve(dict(enumerate(where)), ["c"])
-        replacing.survey(replacing.context)
-        assert not replacing.waits
-        replacing.relieve(dict(enumerate(where)), ["c"])
+            replacing.relieve_hosts(dict(enumerate(where)), ["c"])
+        replacing.agree_on_losses(replacing.context)
+        assert not replacing.has_starting_copies
+        replacing.relieve_hosts(dict(enumerate(where)), ["c"])
         all_in(replacing)
-        return pool.next_step, sorted(pool.servers), ends.of
+        return pool.next_server, sorted(pool.servers), ends.of
 
     found = play(act, SERVERS, hosts=where)
     assert all(each == found[0] for each in found), found
@@ -258,12 +265,12 @@ def test_a_copy_that_its_starter_has_not_heard_of_is_not_waited_for() -> None:
 
 def test_a_server_that_dies_before_it_has_handed_over_is_lost() -> None:
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
-        replacing.relieve(dict(enumerate(HOSTS)), ["b"])
+        replacing.relieve_hosts(dict(enumerate(HOSTS)), ["b"])
         ends.dead.append(1)
         with pytest.raises(
             StateLost, match="server 1: lost, and no other server has a copy of its state"
         ):
-            replacing.survey(replacing.context)
+            replacing.agree_on_losses(replacing.context)
 
     play(act, SERVERS)
 
@@ -271,11 +278,15 @@ def test_a_server_that_dies_before_it_has_handed_over_is_lost() -> None:
 def test_a_copy_that_dies_while_it_is_filled_is_started_again() -> None:
     def act(replacing: ServerReplication, pool: Town, ends: Ends) -> Any:
         hosts = dict(enumerate(HOSTS))
-        replacing.relieve(hosts, ["c"])
+        replacing.relieve_hosts(hosts, ["c"])
         ends.dead.append(3)
         all_in(replacing)
-        assert not replacing.waits and not replacing.relieve(hosts, ["c"]) and replacing.waits
+        assert (
+            not replacing.has_starting_copies
+            and not replacing.relieve_hosts(hosts, ["c"])
+            and replacing.has_starting_copies
+        )
         all_in(replacing)
-        return replacing.relieve(hosts, ["c"])
+        return replacing.relieve_hosts(hosts, ["c"])
 
     assert play(act, SERVERS) == [True] * len(HOSTS)

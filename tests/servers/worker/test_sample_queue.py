@@ -78,7 +78,7 @@ class TestWhatIsTrained:
 
     def test_parts_of_an_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Indices that are too many are drawn in parts: the same samples."""
-        monkeypatch.setattr("paceline.data.dynamic.PART", 12)
+        monkeypatch.setattr("paceline.data.dynamic.INDICES_AT_ONCE", 12)
         for strategy in (ASP, BACKUP):
             found = epoch(strategy, count=31, epochs=2)
             assert {*chain(*(ids for ids, _, _ in found))} == {*range(31)}
@@ -184,7 +184,7 @@ class TestTheRestOfARun:
                     if run.rank != 1 and turns > 100:
                         time.sleep(0.1)  # rank 1 has time to come to its fourth turn
                     turn(model, optimizer, ids)
-                    run._collector._meetings.next_step = 0  # hand over in each step
+                    run._collector._meetings.next_server = 0  # hand over in each step
                     turns += 1
             return turns
 

@@ -52,7 +52,7 @@ def test_a_step_without_a_loader_is_refused() -> None:
 
 
 def test_a_worker_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    named, own = threading.Event(), SentRequest.wait
+    named, own = threading.Event(), SentRequest.wait_for_reply
 
     def hasty(self: SentRequest[Any], seconds: float) -> Any:
         """Only the wait for the step is short."""
@@ -72,7 +72,7 @@ def test_a_worker_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             return str(error)
         return ""
 
-    monkeypatch.setattr(SentRequest, "wait", hasty)
+    monkeypatch.setattr(SentRequest, "wait_for_reply", hasty)
     said: list[str] = []
     workers(2, lambda run: said.append(body(run)), strategy=SSP)
     text = next(text for text in said if text)

@@ -13,15 +13,15 @@ from paceline.sync.localsgd.fragment import Fragment, adaptive
 
 def test_rounds_grow_while_replicas_stay_close_and_shrink_when_they_part() -> None:
     lengths = adaptive(first=8, least=2, most=20, drift=1.0)
-    assert lengths.next(8, 0.4) == 16
-    assert lengths.next(8, 0.5) == 8 and lengths.next(8, 1.0) == 8
-    assert lengths.next(8, 1.1) == 4
+    assert lengths.next_steps(8, 0.4) == 16
+    assert lengths.next_steps(8, 0.5) == 8 and lengths.next_steps(8, 1.0) == 8
+    assert lengths.next_steps(8, 1.1) == 4
 
 
 def test_rounds_stay_within_their_bounds() -> None:
     lengths = adaptive(first=8, least=2, most=20)
-    assert lengths.next(16, 0.0) == 20 and lengths.next(20, 0.0) == 20
-    assert lengths.next(3, 9.0) == 2 and lengths.next(2, 9.0) == 2
+    assert lengths.next_steps(16, 0.0) == 20 and lengths.next_steps(20, 0.0) == 20
+    assert lengths.next_steps(3, 9.0) == 2 and lengths.next_steps(2, 9.0) == 2
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,18 @@ def test_bounds_that_make_no_sense(wrong: dict[str, float]) -> None:
 
 
 def test_a_fragment_without_changes_has_nothing_of_its_own() -> None:
-    assert Fragment().own(lambda unit, into: into) is None
+    assert Fragment().copy_changes(lambda unit, into: into) is None
 
 
 def test_after_landing_nothing_is_on_its_way() -> None:
-    fragment = Fragment(flying=True, here=True, lost=2.0)
-    fragment.land(7)
-    assert (fragment.landed, fragment.flying, fragment.here, fragment.lost) == (
+    fragment = Fragment(in_exchange=True, has_arrived=True, carried_parts=2.0)
+    fragment.end_round(7)
+    assert (
+        fragment.ended_step,
+        fragment.in_exchange,
+        fragment.has_arrived,
+        fragment.carried_parts,
+    ) == (
         7,
         False,
         False,
@@ -56,5 +61,5 @@ def test_after_landing_nothing_is_on_its_way() -> None:
 
 
 def test_changes_of_other_units_dont_fit() -> None:
-    assert Fragment().fits(None) and Fragment().fits({"changes": []})
-    assert not Fragment().fits({"changes": [torch.zeros(3)]})
+    assert Fragment().has_shapes_of(None) and Fragment().has_shapes_of({"changes": []})
+    assert not Fragment().has_shapes_of({"changes": [torch.zeros(3)]})

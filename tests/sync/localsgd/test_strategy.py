@@ -201,14 +201,14 @@ def test_fragments_take_turns() -> None:
 
     def body(run: Run) -> None:
         sync = rounds(run)
-        send = sync._send
+        send = sync._send_fragment
 
         def noted(number: int) -> None:
             if run.rank == 0:
                 sent.append((sync._steps, number))
             send(number)
 
-        sync._send = noted  # type: ignore[method-assign]
+        sync._send_fragment = noted  # type: ignore[method-assign]
         train(run)
 
     workers(2, body, strategy=LocalSGD(4, fragments=2, delay=1, alpha=0.5))
@@ -235,7 +235,7 @@ def test_rounds_adapt_to_drift() -> None:
     def body(run: Run) -> None:
         train(
             run,
-            each=lambda net: lengths.append(rounds(run)._every) if run.rank == 0 else None,
+            each=lambda net: lengths.append(rounds(run)._round_steps) if run.rank == 0 else None,
             epochs=6,
         )
 

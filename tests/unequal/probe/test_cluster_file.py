@@ -32,8 +32,11 @@ CLUSTER = measured({"a": 90e6, "b": 90e6, "c": 10e6}, workers=2, cores=8)
 
 
 def test_a_file_an_object_and_nothing(tmp_path: Path) -> None:
-    topology_file.write(tmp_path / "cluster.json", CLUSTER)
-    read, given = ClusterFile.of(tmp_path / "cluster.json"), ClusterFile.of(CLUSTER)
+    topology_file.write_topology(tmp_path / "cluster.json", CLUSTER)
+    read, given = (
+        ClusterFile.read_cluster(tmp_path / "cluster.json"),
+        ClusterFile.read_cluster(CLUSTER),
+    )
     assert (
         read is not None
         and given is not None
@@ -45,19 +48,19 @@ def test_a_file_an_object_and_nothing(tmp_path: Path) -> None:
         == given.digest
         != ClusterFile(replace(CLUSTER, links=CLUSTER.links[1:]), "").digest
     )
-    assert ClusterFile.of(None) is None
+    assert ClusterFile.read_cluster(None) is None
     with pytest.raises(UsageError, match="with --min-workers hosts change"):
-        ClusterFile.of(CLUSTER, survives=True)
+        ClusterFile.read_cluster(CLUSTER, survives=True)
     with pytest.raises(UsageError, match=r"cluster=3 is no measured cluster"):
-        ClusterFile.of(3)  # type: ignore[arg-type]
+        ClusterFile.read_cluster(3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"absent.json can't be read .* `paceline probe"):
-        ClusterFile.of("absent.json")
+        ClusterFile.read_cluster("absent.json")
 
 
 def test_links_and_cores_come_in_the_order_of_the_hosts_that_are_there() -> None:
     file, here = ClusterFile(CLUSTER, "cluster.json"), present(("c", 2), ("a", 2), ("b", 2))
-    file.check(here)
-    assert file.facts(here) == RouteFacts((10e6, 90e6, 90e6), 1e-4, 4.0, "cluster.json")
+    file.check_topology(here)
+    assert file.route_facts(here) == RouteFacts((10e6, 90e6, 90e6), 1e-4, 4.0, "cluster.json")
 
 
 def test_the_link_of_a_host_is_the_better_of_its_pairs_and_the_worse_of_its_directions() -> None:
@@ -73,17 +76,17 @@ def test_the_link_of_a_host_is_the_better_of_its_pairs_and_the_worse_of_its_dire
     topology = replace(
         CLUSTER, links=tuple(HostLink(*pair, 1e-4, rate) for pair, rate in rates.items())
     )
-    assert ClusterFile(topology, "").facts(CLUSTER).rates == (90.0, 90.0, 10.0)
+    assert ClusterFile(topology, "").route_facts(CLUSTER).rates == (90.0, 90.0, 10.0)
 
 
 def test_a_quota_and_a_machine_of_several_hosts_leave_fewer_cores() -> None:
     a, b, c = CLUSTER.hosts
     quota = Topology((replace(a, quota=1.0), b, c), CLUSTER.links)
-    assert ClusterFile(quota, "").facts(CLUSTER).cores == 0.5
+    assert ClusterFile(quota, "").route_facts(CLUSTER).cores == 0.5
     shared = Topology(
         tuple(replace(host, machine="m", machine_cores=8) for host in (a, b, c)), CLUSTER.links
     )
-    assert ClusterFile(shared, "").facts(CLUSTER).cores == pytest.approx(8 / 6)
+    assert ClusterFile(shared, "").route_facts(CLUSTER).cores == pytest.approx(8 / 6)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,7 @@ def test_a_quota_and_a_machine_of_several_hosts_leave_fewer_cores() -> None:
 )
 def test_other_hosts_or_workers_are_refused_in_a_line(here: Topology, words: str) -> None:
     with pytest.raises(UsageError, match=words) as error:
-        ClusterFile(CLUSTER, "cluster.json").check(here)
+        ClusterFile(CLUSTER, "cluster.json").check_topology(here)
     assert "\n" not in str(error.value)
 
 
@@ -126,10 +129,10 @@ def test_a_host_without_a_link_is_refused_and_one_alone_needs_none() -> None:
                 links=tuple(link for link in CLUSTER.links if 2 not in (link.source, link.target)),
             ),
             "cluster.json",
-        ).check(CLUSTER)
+        ).check_topology(CLUSTER)
     one = present(("a", 2))
-    ClusterFile(one, "").check(one)
-    assert ClusterFile(one, "").facts(one).cores == 32
+    ClusterFile(one, "").check_topology(one)
+    assert ClusterFile(one, "").route_facts(one).cores == 32
 
 
 TRAINING = """
@@ -146,7 +149,7 @@ def test_two_hosts_with_one_file_take_its_way_and_with_two_files_neither_starts(
     """Hosts of one machine have numbers behind its name."""
     hosts = [f"{socket.gethostname()}#{number}" for number in range(2)]
     for name, rate in (("fast", 1e9), ("faster", 2e9)):
-        topology_file.write(
+        topology_file.write_topology(
             job.folder / f"{name}.json", measured(dict.fromkeys(hosts, rate), workers=2, cores=2)
         )
 
@@ -175,7 +178,7 @@ def test_two_hosts_with_one_file_take_its_way_and_with_two_files_neither_starts(
 
 
 def test_a_file_of_other_hosts_ends_a_job_with_one_line(job: Jobs) -> None:
-    topology_file.write(job.folder / "cluster.json", measured({"a": 1e8, "b": 1e8}))
+    topology_file.write_topology(job.folder / "cluster.json", measured({"a": 1e8, "b": 1e8}))
     ended = job.run(PRELUDE + TRAINING.replace("name=", "cluster='cluster.json', name="), 2).end()
     assert (
         ended.code

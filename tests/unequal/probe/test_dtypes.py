@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.unequal.probe.dtypes import POSSIBLE, USUAL, check
+from paceline.unequal.probe.dtypes import POSSIBLE, USUAL, check_dtypes
 
 
 def test_all_of_them_are_torchs() -> None:
     assert all(getattr(torch, name).is_floating_point for name in POSSIBLE)
-    assert check(USUAL) == USUAL and check(["float64"]) == ("float64",)
+    assert check_dtypes(USUAL) == USUAL and check_dtypes(["float64"]) == ("float64",)
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_all_of_them_are_torchs() -> None:
 )
 def test_others_are_refused(names: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        check(names)
+        check_dtypes(names)

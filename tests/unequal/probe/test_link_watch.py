@@ -54,7 +54,7 @@ def test_in_a_run(
         monkeypatch.setattr(slow_links, name, value)
     monkeypatch.setattr(link_watch, "EXPLAINS", 0.0)
     monkeypatch.setattr(link_watch, "STREAM", 0.005)
-    measured: Any = LinkWatch._measured
+    measured: Any = LinkWatch._measure_rates
 
     def slow(watch: LinkWatch) -> dict[tuple[int, int], float]:
         found = measured(watch)
@@ -63,7 +63,7 @@ def test_in_a_run(
         )
         return {pair: 10e6 if 2 in pair or len(hosts) == 2 else 100e6 for pair in found}
 
-    monkeypatch.setattr(LinkWatch, "_measured", slow)
+    monkeypatch.setattr(LinkWatch, "_measure_rates", slow)
 
     workers(len(hosts), train, folder=tmp_path, hosts=hosts)
     found = json.loads((tmp_path / "test/summary.json").read_text())["links"]
@@ -83,10 +83,10 @@ def test_a_glance_that_finds_all_links_fine_says_nothing(
     measured: list[int] = []
 
     def fine(watch: LinkWatch) -> dict[tuple[int, int], float]:
-        measured.append(watch._loop.steps)
+        measured.append(watch._loop.steps_made)
         return {(0, 1): 1e12, (1, 0): 1e12}
 
-    monkeypatch.setattr(LinkWatch, "_measured", fine)
+    monkeypatch.setattr(LinkWatch, "_measure_rates", fine)
 
     workers(2, train, folder=tmp_path, hosts=(0, 1))
     summary = json.loads((tmp_path / "test/summary.json").read_text())
@@ -95,5 +95,5 @@ def test_a_glance_that_finds_all_links_fine_says_nothing(
 
 
 def test_what_coding_costs() -> None:
-    sent, seconds = link_watch._coding(2)
+    sent, seconds = link_watch._estimate_codec_cost(2)
     assert 0.25 <= sent < 0.3 and seconds > 0

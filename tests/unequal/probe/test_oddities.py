@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster.topology import Device, DeviceSpeed, HostLink, HostRanks, Interface, Topology
-from paceline.unequal.probe.oddities import oddities, rated
+from paceline.unequal.probe.oddities import find_oddities, format_rate
 
 FAST = Device(
     "cpu",
@@ -49,7 +49,7 @@ def cluster(count: int = 4, workers: int = 1, **links: Any) -> Topology:
 
 
 def with_device(topology: Topology, rank: int, **fields: Any) -> Topology:
-    index = topology.where()[rank]
+    index = topology.host_by_rank()[rank]
     host = topology.hosts[index]
     devices = tuple(
         replace(device, **fields) if each == rank else device
@@ -79,22 +79,26 @@ def slow(flops: float) -> tuple[DeviceSpeed, ...]:
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 1), (1, 4), (2, 2), (4, 1), (8, 1)])
 def test_nothing_is_odd_about_equal_machines(count: int, workers: int) -> None:
-    assert oddities(cluster(count, workers)) == []
+    assert find_oddities(cluster(count, workers)) == []
 
 
 def test_what_was_not_measured_is_not_odd() -> None:
     assert (
-        oddities(Topology((HostRanks("a", (0,), "10.0.0.1"), HostRanks("b", (1,), "10.0.0.2"))))
+        find_oddities(
+            Topology((HostRanks("a", (0,), "10.0.0.1"), HostRanks("b", (1,), "10.0.0.2")))
+        )
         == []
     )
 
 
 def test_a_device_at_half_the_speed_of_its_siblings() -> None:
-    [said] = oddities(with_device(cluster(), 2, speeds=slow(5e10)))
+    [said] = find_oddities(with_device(cluster(), 2, speeds=slow(5e10)))
     assert said == "rank 2 on h2 multiplies float32 at 0.50 of the fastest cpu"
-    assert oddities(with_device(cluster(), 2, speeds=slow(7e10))) == []
+    assert find_oddities(with_device(cluster(), 2, speeds=slow(7e10))) == []
     # no siblings
-    assert oddities(with_device(cluster(), 2, speeds=slow(1e9), kind="cuda", clock_hz=0.0)) == []
+    assert (
+        find_oddities(with_device(cluster(), 2, speeds=slow(1e9), kind="cuda", clock_hz=0.0)) == []
+    )
 
 
 def test_a_device_has_one_line_for_all_dtypes() -> None:
@@ -103,7 +107,7 @@ def test_a_device_has_one_line_for_all_dtypes() -> None:
         topology = with_device(
             topology, rank, speeds=(DeviceSpeed("float32", single), DeviceSpeed("bfloat16", half))
         )
-    assert oddities(topology) == [
+    assert find_oddities(topology) == [
         "rank 2 on h2 multiplies float32 at 0.50 and bfloat16 at 0.33 of the fastest cpu"
     ]
 
@@ -117,19 +121,21 @@ def test_a_device_has_one_line_for_all_dtypes() -> None:
     ],
 )
 def test_why_a_device_is_slow(device: dict[str, Any], host: dict[str, Any], why: str) -> None:
-    [said] = oddities(with_host(with_device(cluster(), 2, speeds=slow(5e10), **device), 2, **host))
+    [said] = find_oddities(
+        with_host(with_device(cluster(), 2, speeds=slow(5e10), **device), 2, **host)
+    )
     assert said == f"rank 2 on h2 multiplies float32 at 0.50 of the fastest cpu{why}"
 
 
 def test_a_processor_that_others_use() -> None:
-    found = oddities(with_device(cluster(), 2, speeds=slow(5e10), attended=0.5))
+    found = find_oddities(with_device(cluster(), 2, speeds=slow(5e10), attended=0.5))
     assert (
         found[0].endswith(": it had its cores 50% of the time")
         and "rank 2 on h2 had its cores 50% of the time it computed" in found[1]
     )
-    assert oddities(with_host(with_device(cluster(), 2, attended=0.5), 2, quota=0.5)) == []
+    assert find_oddities(with_host(with_device(cluster(), 2, attended=0.5), 2, quota=0.5)) == []
     both = with_device(with_device(cluster(1, 3), 1, attended=0.7), 2, attended=0.6)
-    assert oddities(both) == [
+    assert find_oddities(both) == [
         (
             "rank 1 (and 1 more) on h0 had its cores 60% of the time it computed: "
             "other programs use them"
@@ -138,23 +144,26 @@ def test_a_processor_that_others_use() -> None:
 
 
 def test_slow_memory() -> None:
-    [said] = oddities(with_device(cluster(), 1, copied_bytes_per_second=5e9))
+    [said] = find_oddities(with_device(cluster(), 1, copied_bytes_per_second=5e9))
     assert said.startswith("rank 1 on h1 copies memory at 0.25 of the fastest cpu")
     # that it waits says enough
-    assert len(oddities(with_device(cluster(), 1, copied_bytes_per_second=5e9, attended=0.2))) == 1
+    assert (
+        len(find_oddities(with_device(cluster(), 1, copied_bytes_per_second=5e9, attended=0.2)))
+        == 1
+    )
 
 
 def test_threads_that_fight() -> None:
     topology = with_device(
         with_device(cluster(1, 2), 0, threads=2, attended=1.0), 1, threads=2, attended=1.0
     )
-    [said] = oddities(topology)
+    [said] = find_oddities(topology)
     assert (
         said.startswith("the workers of h0 compute with 4 threads on 2 cores")
         and "give each 1 (--threads)" in said
     )
     crowd = with_host(cluster(1, 4), 0, cores=2)
-    [said] = oddities(crowd)
+    [said] = find_oddities(crowd)
     assert "4 threads on 2 cores" in said and said.endswith("start 2 of them at most")
 
 
@@ -162,22 +171,22 @@ def test_hosts_that_are_one_machine() -> None:
     topology = cluster(3)
     for index in range(3):
         topology = with_host(topology, index, machine="one", machine_cores=2)
-    [said] = oddities(topology)
+    [said] = find_oddities(topology)
     assert said.startswith(
         "h0, h1 and h2 are one machine with 2 cores, and their workers could use 3: "
     )
     for index in range(2):
         topology = with_host(topology, index, quota=0.5)
-    assert oddities(topology) == []
+    assert find_oddities(topology) == []
 
 
 def test_power_saving() -> None:
-    [said] = oddities(with_device(cluster(), 3, clock_hz=1.2e9, governor="powersave"))
+    [said] = find_oddities(with_device(cluster(), 3, clock_hz=1.2e9, governor="powersave"))
     assert "the processor of h3 stays at 1.2 GHz of 3.2" in said and "governor powersave" in said
 
 
 def test_a_slow_host_is_named_once_for_each_direction() -> None:
-    assert oddities(
+    assert find_oddities(
         with_links(
             cluster(),
             lambda link: link.source == 1,
@@ -185,7 +194,7 @@ def test_a_slow_host_is_named_once_for_each_direction() -> None:
             crowded_bytes_per_second=0,
         )
     ) == ["h1 sends 96 Mbit/s, and the fastest link carries 960 Mbit/s: check its cable and port"]
-    [said] = oddities(
+    [said] = find_oddities(
         with_links(
             cluster(),
             lambda link: link.target == 3,
@@ -203,9 +212,11 @@ def test_a_slow_link_between_two_hosts() -> None:
         bytes_per_second=RATE / 10,
         crowded_bytes_per_second=0,
     )
-    assert oddities(only) == ["h1 to h2 carries 96 Mbit/s, and the fastest link here 960 Mbit/s"]
+    assert find_oddities(only) == [
+        "h1 to h2 carries 96 Mbit/s, and the fastest link here 960 Mbit/s"
+    ]
     two = cluster(2)
-    assert oddities(
+    assert find_oddities(
         with_links(
             two,
             lambda link: link.source == 0,
@@ -216,7 +227,7 @@ def test_a_slow_link_between_two_hosts() -> None:
 
 
 def test_a_long_way() -> None:
-    [said] = oddities(
+    [said] = find_oddities(
         with_links(
             cluster(), lambda link: (link.source, link.target) == (0, 3), latency_seconds=0.02
         )
@@ -238,12 +249,12 @@ def test_a_shared_uplink() -> None:
         lambda link: (link.source, link.target) in {(1, 3), (3, 1)},
         crowded_bytes_per_second=0.2 * RATE,
     )
-    [said] = oddities(crossing)
+    [said] = find_oddities(crossing)
     assert said.startswith(
         "h0 to h2, h1 to h3, h2 to h0 and h3 to h1 carry 3.84 Gbit/s one at a time, and 1.92 "
         "Gbit/s while all hosts send"
     )
-    [one] = oddities(
+    [one] = find_oddities(
         with_links(
             cluster(),
             lambda link: (link.source, link.target) == (0, 2),
@@ -258,7 +269,7 @@ def test_a_shared_uplink() -> None:
         crossing,
         hosts=tuple(replace(host, machine="one", machine_cores=9) for host in crossing.hosts),
     )
-    assert oddities(same) == [said + ", or the cores of one machine"]
+    assert find_oddities(same) == [said + ", or the cores of one machine"]
 
 
 def test_a_faster_interface_that_reaches_all() -> None:
@@ -268,26 +279,26 @@ def test_a_faster_interface_that_reaches_all() -> None:
         # the same address everywhere: it reaches nobody
         docker = Interface("docker0", "172.17.0.1", "172.17.0.0/16", 1e11)
         topology = with_host(topology, index, interfaces=(*host.interfaces, faster, docker))
-    found = oddities(topology)
+    found = find_oddities(topology)
     assert len(found) == 3 and all(
         "ib0 could send 100 Gbit/s" in said and "--interface ib0" in said for said in found
     )
     lonely = with_host(topology, 0, interfaces=topology.hosts[0].interfaces[:1])
-    assert oddities(lonely) == []
+    assert find_oddities(lonely) == []
 
 
 def test_the_loopback_reaches_nobody() -> None:
-    found = oddities(with_host(cluster(2), 0, address="127.0.0.1"))
+    found = find_oddities(with_host(cluster(2), 0, address="127.0.0.1"))
     assert len(found) == 1 and "h0 is reached at 127.0.0.1, which is its loopback" in found[0]
 
 
 def test_times_that_lie_apart() -> None:
-    [said] = oddities(with_device(cluster(), 0, speeds=(DeviceSpeed("float32", 1e11, 0.5),)))
+    [said] = find_oddities(with_device(cluster(), 0, speeds=(DeviceSpeed("float32", 1e11, 0.5),)))
     assert said.startswith("times of rank 0 on h0 lie 50% apart")
 
 
 def test_rates_in_words() -> None:
-    assert [rated(each) for each in (1e3, 1.2e8 / 10, 1.2e8, 1.25e9, 3e9)] == [
+    assert [format_rate(each) for each in (1e3, 1.2e8 / 10, 1.2e8, 1.25e9, 3e9)] == [
         "8 kbit/s",
         "96 Mbit/s",
         "960 Mbit/s",

@@ -13,9 +13,9 @@ from paceline.unequal.probe.slow_links import (
     ExchangeSensor,
     Slowdown,
     SlowLink,
-    find,
-    predict,
-    rounds,
+    find_slow_links,
+    plan_rounds,
+    predict_speedup,
 )
 
 
@@ -32,7 +32,7 @@ def take(
     who are `late`.
     """
     steps = [[[0.05, exchange + (late if rank == 0 else 0.0), 0.0, 0.0]] * count for rank in names]
-    return [found for _ in range(times) if (found := sensor.take(names, steps)) is not None]
+    return [found for _ in range(times) if (found := sensor.take_flush(names, steps)) is not None]
 
 
 def test_a_slowdown_that_lasts_is_said_once() -> None:
@@ -69,7 +69,7 @@ def glance(
     sensor: ExchangeSensor, *exchanges: float, late: float = 0.0, step: float = 0.05
 ) -> Slowdown | None:
     """What is found in the last two steps of three ranks, whose last one waits for nobody."""
-    return sensor.glance(
+    return sensor.glance_at_steps(
         [
             [[step, exchange + (late if rank < 2 else 0.0), 0.0, 0.0] for exchange in exchanges]
             for rank in range(3)
@@ -80,9 +80,9 @@ def glance(
 def test_two_steps_that_are_far_slower_are_enough() -> None:
     sensor = ExchangeSensor()
     take(sensor, 0.005)
-    assert sensor.ahead is None  # nothing is usual yet
+    assert sensor.steps_ahead is None  # nothing is usual yet
     take(sensor, 0.005, 4)
-    assert sensor.ahead == 3  # steps of 55 ms in 0.2 s
+    assert sensor.steps_ahead == 3  # steps of 55 ms in 0.2 s
     assert glance(sensor, 0.06, 0.06) == Slowdown(*map(pytest.approx, (0.005, 0.06, 0.11, 0.05)))
 
 
@@ -115,11 +115,11 @@ def test_glances_follow_the_pace_of_steps_and_pause() -> None:
     sensor = ExchangeSensor()
     take(sensor, 0.005, 5)
     found = glance(sensor, 0.95, 0.95)
-    assert found is not None and sensor.ahead == 1
-    sensor.looked(found, found=False)
-    assert sensor.ahead == 60 and not sensor.slow
-    sensor.looked(found, found=True)
-    assert sensor.ahead is None and sensor.slow
+    assert found is not None and sensor.steps_ahead == 1
+    sensor.note_examination(found, found=False)
+    assert sensor.steps_ahead == 60 and not sensor.slow
+    sensor.note_examination(found, found=True)
+    assert sensor.steps_ahead is None and sensor.slow
     assert take(sensor, 0.95, 20) == []  # it was said
     assert take(sensor, 0.005, 10) == [] and sensor.ahead is not None and not sensor.slow
 
@@ -132,7 +132,7 @@ def test_other_workers_have_other_exchanges() -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 8])
 def test_rounds_have_every_pair_once_and_no_host_twice(count: int) -> None:
-    found = rounds(count)
+    found = plan_rounds(count)
     assert sorted(pair for pairs in found for pair in pairs) == sorted(
         permutations(range(count), 2)
     )
@@ -145,12 +145,14 @@ def rates(count: int, *slow: tuple[int, int]) -> dict[tuple[int, int], float]:
 
 def test_the_host_whose_best_link_is_slow_is_found() -> None:
     both = [(2, 0), (2, 1), (0, 2), (1, 2)]
-    assert find(rates(3, *both)) == SlowLink((2,), 12e6, 120e6)
-    assert find(rates(3, (2, 0), (2, 1))) == SlowLink((2,), 12e6, 120e6)  # it is only slow to send
+    assert find_slow_links(rates(3, *both)) == SlowLink((2,), 12e6, 120e6)
+    assert find_slow_links(rates(3, (2, 0), (2, 1))) == SlowLink(
+        (2,), 12e6, 120e6
+    )  # it is only slow to send
     # all else is fine with both
-    assert find(rates(4, (0, 1), (1, 0))) == SlowLink((0, 1), 12e6, 120e6)
-    assert find(rates(3)) is None
-    assert find(rates(2, (0, 1))) == SlowLink((0, 1), 12e6, None)
+    assert find_slow_links(rates(4, (0, 1), (1, 0))) == SlowLink((0, 1), 12e6, 120e6)
+    assert find_slow_links(rates(3)) is None
+    assert find_slow_links(rates(2, (0, 1))) == SlowLink((0, 1), 12e6, None)
 
 
 def test_the_gain_is_what_the_link_has_less_to_do() -> None:
@@ -159,8 +161,8 @@ def test_the_gain_is_what_the_link_has_less_to_do() -> None:
     A quarter of it takes 200 ms, which leaves 400 ms of a second's step, and 20 ms are for coding.
     """
     now, codec = Slowdown(0.05, 0.7, 1.0, 0.3), CodecCost(0.25, 0.02 / 2.5e6)
-    assert predict(now, 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(1.0 / (0.4 + 0.02))
-    assert predict(now._replace(busy=0.5), 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(
+    assert predict_speedup(now, 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(1.0 / (0.4 + 0.02))
+    assert predict_speedup(now._replace(busy=0.5), 10e6, 12.5e6, 2.5e6, codec) == pytest.approx(
         1.0 / (0.5 + 0.02)
     )
-    assert predict(now, 10e6, 12.5e6, 2.5e6, CodecCost(1.0, 0.0)) == pytest.approx(1.0)
+    assert predict_speedup(now, 10e6, 12.5e6, 2.5e6, CodecCost(1.0, 0.0)) == pytest.approx(1.0)

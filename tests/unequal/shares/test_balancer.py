@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from paceline.data.balance import SpeedCurve, SpeedShares, balance
+from paceline.data.balance import SpeedCurve, SpeedShares, balance_shares
 from paceline.data.costs import deal_by_cost
-from paceline.data.shares import equal
+from paceline.data.shares import divide_equally
 from paceline.unequal.shares.balancer import Balancer
 from paceline.unequal.shares.work_record import StepWork
 
@@ -34,7 +34,9 @@ class Simulation:
             micros,
         )
         self.balancer = Balancer(size)
-        self.policy: Callable[[int], tuple[int, ...]] = lambda samples: equal(samples, size)
+        self.policy: Callable[[int], tuple[int, ...]] = lambda samples: divide_equally(
+            samples, size
+        )
         self.step = 0
         self.changes: list[int] = []
         self.lasted: list[float] = []
@@ -48,9 +50,9 @@ class Simulation:
             self.lasted.append(max(own))
             self.step += 1
             if sum(step.whole for step in self._kept) >= self.every:
-                self.balancer.take(self._kept)
+                self.balancer.take_steps(self._kept)
                 self._kept = []
-                if (split := self.balancer.decide()) is not None:
+                if (split := self.balancer.decide_speeds()) is not None:
                     self.policy = SpeedShares(split.curves)
                     self.changes.append(self.step)
         return self
@@ -128,11 +130,13 @@ def test_equal_workers_never_change_shares_because_of_noise(
 @pytest.mark.parametrize("batch", [36, 96])
 def test_unequal_workers_come_to_the_optimum(curves: list[SpeedCurve], batch: int) -> None:
     done = Simulation(len(curves), batch, machines(curves)).run(600)
-    best = max(curve(share) for curve, share in zip(curves, balance(batch, curves), strict=True))
+    best = max(
+        curve(share) for curve, share in zip(curves, balance_shares(batch, curves), strict=True)
+    )
     now = max(curve(share) for curve, share in zip(curves, done.shares, strict=True))
     assert now <= best * 1.04 and 1 <= len(done.changes) <= 4, (
         done.shares,
-        balance(batch, curves),
+        balance_shares(batch, curves),
         done.changes,
     )
 
@@ -149,7 +153,7 @@ def test_a_change_of_speed_is_followed_within_15_steps_and_back(
     def best(now: float) -> float:
         curves = [SpeedCurve(0.02, 0.006), SpeedCurve(0.02 / now, 0.006 / now)]
         return max(
-            curve(share) for curve, share in zip(curves, balance(batch, curves), strict=True)
+            curve(share) for curve, share in zip(curves, balance_shares(batch, curves), strict=True)
         )
 
     draw = random.Random(3)
@@ -221,8 +225,8 @@ def test_where_samples_are_dealt_by_cost_shares_follow_in_any_unit_and_who_was_v
         )
         seconds = [0.02 + 0.02 * part / per_sample for part in units]
         seconds[1] *= 60 if 100 <= step < 400 else 1
-        balancer.take([StepWork(units, tuple(seconds), max(seconds))])
-        if (split := balancer.decide(per_sample=per_sample)) is not None:
+        balancer.take_steps([StepWork(units, tuple(seconds), max(seconds))])
+        if (split := balancer.decide_speeds(per_sample=per_sample)) is not None:
             policy = SpeedShares(split.curves, per_sample=per_sample)
         parts.append(tuple(part / per_sample for part in policy.parts(16 * per_sample)))
     assert parts[99] == pytest.approx((8, 8), rel=0.1) and parts[399] == pytest.approx(

@@ -163,7 +163,7 @@ def test_samples_that_differ_are_dealt_by_speed_and_cost(unit: float) -> None:
 def test_units_of_a_sample_are_as_they_were_until_there_are_steps_that_all_took() -> None:
     """A worker that has just come has the speeds of the others, and no step yet."""
     speeds = WorkerSpeeds()
-    speeds.learn(
+    speeds.record_speeds(
         (0, 1),
         ("here", "here"),
         [SpeedCurve(0.001, 0.001), SpeedCurve(0.05, 0.002)],
@@ -176,7 +176,7 @@ def test_units_of_a_sample_are_as_they_were_until_there_are_steps_that_all_took(
     leader = SimpleNamespace(loader=SimpleNamespace(terms=terms))
     loop: Any = SimpleNamespace(turns=SimpleNamespace(leader=leader))
     history: Any = None
-    ShareFollower(loop, [], history).take([[], []])
+    ShareFollower(loop, [], history).take_drained([[], []])
     assert speeds.per_sample == 100.0
 
 
@@ -189,7 +189,7 @@ def test_steps_that_were_held_back_are_not_measured(monkeypatch: pytest.MonkeyPa
     def take(follower: ShareFollower, drained: Any) -> None:
         taken.extend(OwnStep(*step) for steps in drained for step in steps)
 
-    monkeypatch.setattr(ShareFollower, "take", take)
+    monkeypatch.setattr(ShareFollower, "take_drained", take)
     pretending = pretended(2, by_rank)
 
     def body(run: Run) -> int:
@@ -325,7 +325,7 @@ def test_what_a_worker_does_between_epochs_is_of_no_step(monkeypatch: pytest.Mon
     taken: list[OwnStep] = []
     monkeypatch.setattr(
         ShareFollower,
-        "take",
+        "take_drained",
         lambda follower, drained: taken.extend(
             OwnStep(*step) for steps in drained for step in steps
         ),

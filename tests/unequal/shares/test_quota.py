@@ -14,7 +14,7 @@ def test_a_step_lasts_for_as_long_as_the_quota_needs() -> None:
     quota = ProcessorQuota(
         1, quota=lambda: next(cores), used=lambda: next(used), clock=lambda: next(now)
     )
-    found = [quota.lap() for _ in range(4)]
+    found = [quota.measure_lap() for _ in range(4)]
     assert [round(each, 9) for each in found] == [0.12, 0.2, 0.0, 0.0], (
         "looked up anew after a while; None limits nothing"
     )
@@ -23,4 +23,4 @@ def test_a_step_lasts_for_as_long_as_the_quota_needs() -> None:
 def test_workers_of_a_host_share_its_quota() -> None:
     used = iter([0.0, 0.1])
     quota = ProcessorQuota(2, quota=lambda: 1.0, used=lambda: next(used), clock=lambda: 0.0)
-    assert quota.lap() == 0.2
+    assert quota.measure_lap() == 0.2

@@ -23,13 +23,16 @@ def test_launchers_know_the_same_policies() -> None:
 
 
 def test_unknown_ones() -> None:
-    assert straggler_policy.read(None) is None and straggler_policy.read("evict") == "evict"
+    assert (
+        straggler_policy.read_policy(None) is None
+        and straggler_policy.read_policy("evict") == "evict"
+    )
     with pytest.raises(UsageError, match=r"straggler='evit' is unknown; .*evict"):
-        straggler_policy.read("evit")
+        straggler_policy.read_policy("evit")
 
 
 def test_dropping_needs_backup_workers() -> None:
-    straggler_policy.check("drop", ParameterServer(backup_workers=1), survives=False)
+    straggler_policy.check_policy("drop", ParameterServer(backup_workers=1), survives=False)
     for strategy in (AllReduce(), ParameterServer()):
         with pytest.raises(
             UsageError,
@@ -38,13 +41,13 @@ def test_dropping_needs_backup_workers() -> None:
                 r".*ParameterServer\(backup_workers=1\)"
             ),
         ):
-            straggler_policy.check("drop", strategy, survives=True)
+            straggler_policy.check_policy("drop", strategy, survives=True)
 
 
 def test_leaving_needs_a_job_that_goes_on() -> None:
-    straggler_policy.check("evict", AllReduce(), survives=True)
+    straggler_policy.check_policy("evict", AllReduce(), survives=True)
     with pytest.raises(UsageError, match=r"start it with paceline run --min-workers N"):
-        straggler_policy.check("evict", AllReduce(), survives=False)
+        straggler_policy.check_policy("evict", AllReduce(), survives=False)
 
 
 def loader(asked: Any) -> ShareLoader:
@@ -52,15 +55,15 @@ def loader(asked: Any) -> ShareLoader:
 
 
 def test_shares_that_are_fixed_follow_nothing() -> None:
-    PolicyCheck("rebalance").led(loader("auto"))
+    PolicyCheck("rebalance").check_leader(loader("auto"))
     for asked in (None, [1.0, 2.0]):
         with pytest.raises(UsageError, match=r"shares='auto'\) deals by speed"):
-            PolicyCheck("rebalance").led(loader(asked))
+            PolicyCheck("rebalance").check_leader(loader(asked))
 
 
 def test_shares_that_follow_are_no_warning_alone() -> None:
     with pytest.raises(UsageError, match=r"leave out straggler"):
-        PolicyCheck("warn").led(loader("auto"))
-    PolicyCheck("warn").led(loader([1.0, 2.0]))
-    PolicyCheck(None).led(loader("auto"))
-    PolicyCheck("evict").led(loader("auto"))
+        PolicyCheck("warn").check_leader(loader("auto"))
+    PolicyCheck("warn").check_leader(loader([1.0, 2.0]))
+    PolicyCheck(None).check_leader(loader("auto"))
+    PolicyCheck("evict").check_leader(loader("auto"))

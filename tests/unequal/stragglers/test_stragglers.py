@@ -23,7 +23,7 @@ from paceline.cluster.mesh import Mesh
 from paceline.loop.interruptions import InterruptionMeter
 from paceline.observe.report import format_report
 from paceline.session.run import Run
-from paceline.trace import MEASURED
+from paceline.trace import MEASURED_CAUSES
 from paceline.unequal.stragglers import stragglers
 from paceline.unequal.stragglers.causes import CAUSES, REMEDIES, WORDS
 from paceline.unequal.stragglers.stragglers import AGAIN, FLUSHES, PAUSE, StragglerSensor
@@ -48,7 +48,7 @@ def flush(
     exchange, data, said = parts.get("exchange", 0.01), parts.get("data", 0.0), []
     for _ in range(times):
         seconds = [[[mine - data, exchange, max(work) - mine, data]] * steps for mine in work]
-        said.append(found.take(range(len(work)), seconds, hosts))
+        said.append(found.take_flush(range(len(work)), seconds, hosts))
     return [line for line in said if line is not None]
 
 
@@ -86,17 +86,17 @@ def test_slow_data_are_work_too() -> None:
     assert flush(StragglerSensor(), *SLOW, times=FLUSHES, data=0.05) == [LINE]
 
 
-@pytest.mark.parametrize("cause", MEASURED)
+@pytest.mark.parametrize("cause", MEASURED_CAUSES)
 def test_the_cause_is_named_with_what_helps(cause: str) -> None:
     """Rank 2 is 50 ms late, 40 of them for the cause; all have 5 ms of each, which isn't late."""
     found, said = StragglerSensor(), []
     for _ in range(FLUSHES):
         measured = [
-            [5000 + 40_000 * (rank == 2 and each == cause) for each in MEASURED]
+            [5000 + 40_000 * (rank == 2 and each == cause) for each in MEASURED_CAUSES]
             for rank in range(4)
         ]
         steps = [[[mine - 0.005, 0.01, 0.15 - mine, 0.005]] * 10 for mine in SLOW]
-        said.append(found.take(range(4), steps, HOSTS, [[each] * 10 for each in measured]))
+        said.append(found.take_flush(range(4), steps, HOSTS, [[each] * 10 for each in measured]))
     assert said[-1] == (
         "rank 2 on b makes the others wait: 50.0 ms in each step, 31% of it, for "
         f"{WORDS[cause]}. {REMEDIES[cause]}"
@@ -184,24 +184,26 @@ def test_few_steps_short_times_and_little_are_not_judged() -> None:
 def test_other_workers_are_judged_anew() -> None:
     found = StragglerSensor()
     flush(found, *SLOW, times=FLUSHES - 1)
-    assert found.take([0, 1, 3], [[[0.1, 0.0, 0.0, 0.0]] * 10] * 3, HOSTS) is None
+    assert found.take_flush([0, 1, 3], [[[0.1, 0.0, 0.0, 0.0]] * 10] * 3, HOSTS) is None
     assert flush(found, *SLOW, times=FLUSHES - 1) == []
 
 
 def test_who_is_late_in_most_steps_is_told_from_chance() -> None:
     random.seed(7)
     noise = [{0: random.uniform(0.05, 0.15), 1: random.uniform(0.05, 0.15)} for _ in range(200)]
-    assert all(0.2 < found["late"] < 0.6 for found in stragglers.unequal(noise))
+    assert all(0.2 < found["late"] < 0.6 for found in stragglers.measure_inequality(noise))
     slow = [{rank: seconds * (1 + rank) for rank, seconds in step.items()} for step in noise]
-    first, second = stragglers.unequal(slow)
+    first, second = stragglers.measure_inequality(slow)
     assert (
         first["late"] < 0.2
         and second["late"] > 0.8
         and second["seconds"] == pytest.approx(2 * first["seconds"], rel=0.2)
     )
     gone = [{0: 1.0, 1: 1.0}] * 50 + [{0: 1.0, 2: 3.0}] * 30
-    assert [found["seconds"] for found in stragglers.unequal(gone)] == [1.0, 3.0]
-    assert stragglers.unequal([]) == [] and stragglers.unequal([{0: 1.0}, {0: 1.0, 2: 2.0}])[1] == {
+    assert [found["seconds"] for found in stragglers.measure_inequality(gone)] == [1.0, 3.0]
+    assert stragglers.measure_inequality([]) == [] and stragglers.measure_inequality(
+        [{0: 1.0}, {0: 1.0, 2: 2.0}]
+    )[1] == {
         "seconds": 2.0,
         "late": 1.0,
     }
@@ -277,7 +279,7 @@ def test_planted_causes_are_told_apart(
     """Three ranks with different samples do the same; rank 1 has more to do, or the same with
     something in its way.
     """
-    counted, stolen = InterruptionMeter._read, defaultdict[int, float](float)
+    counted, stolen = InterruptionMeter._read_counters, defaultdict[int, float](float)
 
     def read(meter: InterruptionMeter) -> Any:
         """What is planted, and nothing of what this machine takes: it may be busy, and what is
@@ -286,7 +288,7 @@ def test_planted_causes_are_told_apart(
         return counted(meter)._replace(delayed=stolen[threading.get_ident()])
 
     if cause == "stolen":
-        monkeypatch.setattr(InterruptionMeter, "_read", read)
+        monkeypatch.setattr(InterruptionMeter, "_read_counters", read)
 
     def train(run: Run) -> None:
         torch.manual_seed(0)

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.formatting import sized, spoken
+from paceline.formatting import format_bytes, format_duration
 from paceline.observe import tables
-from paceline.unequal.probe.oddities import rated
+from paceline.unequal.probe.oddities import format_rate as rate_text
 
 NumberFormat = Callable[[float], str]
 
@@ -83,7 +83,7 @@ def format_short(value: float) -> str:
 
 def format_clock(value: float) -> str:
     """Format seconds since the start as on a clock; below a minute as seconds."""
-    return f"{value:.3g} s" if value < 60 else spoken(value)
+    return f"{value:.3g} s" if value < 60 else format_duration(value)
 
 
 def format_percent(value: float) -> str:
@@ -92,5 +92,5 @@ def format_percent(value: float) -> str:
 
 
 format_seconds: NumberFormat = tables.format_seconds
-format_nbytes: NumberFormat = sized
-format_rate: NumberFormat = rated
+format_nbytes: NumberFormat = format_bytes
+format_rate: NumberFormat = rate_text

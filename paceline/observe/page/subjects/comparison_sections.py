@@ -31,7 +31,7 @@ from paceline.observe.page.subjects.loss_section import SMOOTHED_TITLE
 from paceline.observe.page.subjects.overview_section import draw_badge
 from paceline.observe.page.subjects.time_section import PART_WORDS
 from paceline.observe.page.subjects.traffic_section import SENT_WORDS
-from paceline.trace import PARTS, SENT
+from paceline.trace import DESTINATIONS, STEP_PARTS
 
 Datas = Sequence[Mapping[str, Any]]
 
@@ -168,13 +168,15 @@ def _make_value_axis(columns: Sequence[Numbers]) -> Scale:
 def draw_times(datas: Datas) -> Markup:
     """Draw the mean step of each run by parts."""
     return draw_bars(
-        "A mean step", _make_bars(datas, "step_seconds", PARTS, scales.format_seconds), PART_WORDS
+        "A mean step",
+        _make_bars(datas, "step_seconds", STEP_PARTS, scales.format_seconds),
+        PART_WORDS,
     )
 
 
 def draw_traffics(datas: Datas) -> Markup | None:
     """Draw the bytes of a step of each run; None if nothing was sent."""
-    rows = _make_bars(datas, "bytes_sent", SENT, scales.format_nbytes)
+    rows = _make_bars(datas, "bytes_sent", DESTINATIONS, scales.format_nbytes)
     return (
         draw_bars("Bytes of a step", rows, SENT_WORDS)
         if any(sum(row.sizes.values()) for row in rows)

@@ -12,7 +12,7 @@ from paceline.observe.page.drawing.html_tables import fold_content, make_table
 from paceline.observe.page.drawing.plots import draw_axis
 from paceline.observe.page.markup import Attributes, Markup, element, join_markup
 from paceline.observe.page.subjects import time_section
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.causes import CAUSES, WORDS
 
 # Height of such a row, and the gap between two, in pixels.
@@ -47,7 +47,7 @@ def _list_names(data: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 def _draw_mean_lateness(data: Mapping[str, Any], rows: Sequence[tuple[str, int]]) -> Markup:
     """Draw the lateness of each worker in a mean step, by cause."""
-    step = sum(read_number(data, "step_seconds", part) for part in PARTS)
+    step = sum(read_number(data, "step_seconds", part) for part in STEP_PARTS)
     bar_rows = [
         Bar(
             label,

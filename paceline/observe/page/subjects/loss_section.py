@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.html_tables import fold_content, make_table
 from paceline.observe.page.drawing.plots import Curve, Plot, draw_plot, finite_values, smooth_plot
@@ -77,7 +77,8 @@ def _warn_of_bad_values(values: Mapping[str, Any]) -> Iterator[Markup]:
                 step for step, bad in zip(columns["step"], columns["bad"], strict=True) if bad
             )
             words = (
-                f"{name} was no finite number {counted(count, 'time')}, for the first time by step "
+                f"{name} was no finite number {format_count(count, 'time')}, for the first time by "
+                "step "
                 f"{since:,.0f}."
             )
             yield element("p", {"class": "warning"}, words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.bars import Bar, draw_bars
 from paceline.observe.page.drawing.figures import (
@@ -47,7 +47,7 @@ def draw_memory(data: Mapping[str, Any]) -> Markup | None:
         "so does the process itself."
     )
     more = (
-        f" These are the first {MAX_BARS} of {counted(len(held), 'worker')}."
+        f" These are the first {MAX_BARS} of {format_count(len(held), 'worker')}."
         if len(held) > MAX_BARS
         else ""
     )

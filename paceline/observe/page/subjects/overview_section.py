@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paceline.formatting import counted
+from paceline.formatting import format_count
 from paceline.observe.page.drawing import scales
 from paceline.observe.page.drawing.figures import draw_figure, draw_sum, find_field
 from paceline.observe.page.markup import Child, Markup, element, join_markup
@@ -117,7 +117,7 @@ def _draw_tiles(data: Mapping[str, Any]) -> Iterator[Markup]:
         )
     events = [event for event in data["events"] if event["kind"] in ("lost", "came")]
     if events:
-        yield _draw_tile("lost or come", counted(len(events), "event"), "see below")
+        yield _draw_tile("lost or come", format_count(len(events), "event"), "see below")
 
 
 def _draw_tile(name: str, value: Child, note: Child = None) -> Markup:

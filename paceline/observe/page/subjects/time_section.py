@@ -19,9 +19,9 @@ from paceline.observe.page.drawing.html_tables import fold_content, make_table
 from paceline.observe.page.drawing.plots import Curve, Plot, draw_plot, finite_values
 from paceline.observe.page.markup import Markup, element, join_markup
 from paceline.observe.page.subjects import step_axis
-from paceline.trace import PARTS
+from paceline.trace import STEP_PARTS
 
-PART_WORDS: Mapping[str, str] = {part: part for part in PARTS}
+PART_WORDS: Mapping[str, str] = {part: part for part in STEP_PARTS}
 # CSS classes of PARTS, in their order.
 PART_KINDS = ("k0", "k1", "k2", "k3")
 PART_MEANINGS = {
@@ -55,7 +55,8 @@ def draw_throughput(data: Mapping[str, Any]) -> Markup | None:
     if not steps:
         return None
     step_seconds = [
-        sum(column) for column in zip(*(course["seconds"][part] for part in PARTS), strict=True)
+        sum(column)
+        for column in zip(*(course["seconds"][part] for part in STEP_PARTS), strict=True)
     ]
     rates_in_steps = [
         _divide_by_seconds(samples, seconds)
@@ -106,7 +107,7 @@ def _draw_parts(data: Mapping[str, Any]) -> Markup:
             draw_figure(data, ("step_seconds", part), scales.format_seconds),
             PART_MEANINGS[part],
         )
-        for part in PARTS
+        for part in STEP_PARTS
     )
     return make_table(("part", "share", "of a step", ""), rows)
 
@@ -117,12 +118,12 @@ def _draw_stacked_parts(data: Mapping[str, Any]) -> Markup:
     counts, steps = course["count"], course["step"]
     columns = [
         [seconds / count for seconds, count in zip(course["seconds"][part], counts, strict=True)]
-        for part in PARTS
+        for part in STEP_PARTS
     ]
     floor = [0.0] * len(steps)
     curves, read_outs = list[Curve](), list[Curve]()
     # Each area lies on the one before: between `floor` and `top`.
-    for part, kind, column in zip(PARTS, PART_KINDS, columns, strict=True):
+    for part, kind, column in zip(STEP_PARTS, PART_KINDS, columns, strict=True):
         top = [below + more for below, more in zip(floor, column, strict=True)]
         curves.append(Curve(part, steps, top, floor, top, area=kind))
         read_outs.append(Curve(part, steps, column))
@@ -150,7 +151,7 @@ def _draw_stacked_parts(data: Mapping[str, Any]) -> Markup:
     legend = element(
         "p",
         {"class": "legend"},
-        (element("span", {"class": "key"}, draw_part_swatch(part), part) for part in PARTS),
+        (element("span", {"class": "key"}, draw_part_swatch(part), part) for part in STEP_PARTS),
     )
     return join_markup(legend, draw_plot(plot))
 
@@ -163,7 +164,7 @@ def _draw_workers(data: Mapping[str, Any]) -> Iterator[Markup]:
     rows = [
         Bar(
             label,
-            {part: read_number(data, *path, part) for part in PARTS},
+            {part: read_number(data, *path, part) for part in STEP_PARTS},
             draw_sum(data, path, scales.format_seconds),
             note,
         )
@@ -178,11 +179,11 @@ def _draw_workers(data: Mapping[str, Any]) -> Iterator[Markup]:
             f"These are the first {MAX_BARS} of {len(members)} workers; the table has all.",
         )
     cells = (
-        (label, *(draw_figure(data, (*path, part), scales.format_seconds) for part in PARTS))
+        (label, *(draw_figure(data, (*path, part), scales.format_seconds) for part in STEP_PARTS))
         for label, _, path in members
     )
     yield fold_content(
-        "As a table", make_table(("worker", *PARTS), cells, "Seconds of a mean step")
+        "As a table", make_table(("worker", *STEP_PARTS), cells, "Seconds of a mean step")
     )
 
 

@@ -12,7 +12,7 @@ from paceline.observe.page.drawing.html_tables import make_table
 from paceline.observe.page.drawing.plots import Curve, Plot, draw_plot
 from paceline.observe.page.markup import Markup, element, join_markup
 from paceline.observe.page.subjects import step_axis, time_section
-from paceline.trace import SENT
+from paceline.trace import DESTINATIONS
 
 SENT_WORDS: Mapping[str, str] = {"within": "within hosts", "between": "between hosts"}
 
@@ -33,19 +33,20 @@ def draw_traffic(data: Mapping[str, Any]) -> Markup | None:
 def _draw_sent(data: Mapping[str, Any]) -> Iterator[Markup]:
     """Draw the bytes of a step within and between hosts."""
     bytes_sent: Mapping[str, float] = find_field(data, "bytes_sent") or {}
-    if not any(read_number(data, "bytes_sent", to) for to in SENT if to in bytes_sent):
+    if not any(read_number(data, "bytes_sent", to) for to in DESTINATIONS if to in bytes_sent):
         return
     rows = [
         Bar(
             "a step",
-            {to: read_number(data, "bytes_sent", to) for to in SENT},
+            {to: read_number(data, "bytes_sent", to) for to in DESTINATIONS},
             draw_sum(data, ("bytes_sent",), scales.format_nbytes),
         )
     ]
     yield element("h3", None, "Sent by all workers together in a step")
     yield draw_bars("Bytes of a step", rows, SENT_WORDS)
     cells = (
-        (SENT_WORDS[to], draw_figure(data, ("bytes_sent", to), scales.format_nbytes)) for to in SENT
+        (SENT_WORDS[to], draw_figure(data, ("bytes_sent", to), scales.format_nbytes))
+        for to in DESTINATIONS
     )
     yield make_table(("where", "bytes of a step"), cells)
 
@@ -56,14 +57,14 @@ def _draw_over_run(data: Mapping[str, Any]) -> Iterator[Markup]:
     steps, counts = course["step"], course["count"]
     columns = {
         to: [sent / count for sent, count in zip(course["bytes_sent"][to], counts, strict=True)]
-        for to in SENT
+        for to in DESTINATIONS
     }
     tops = [max(column, default=0.0) for column in columns.values()]
     # A single stretch, or no bytes at all, makes no curve.
     if len(steps) < 2 or not any(tops):
         return
     # A kind of link without traffic has no curve.
-    link_kinds = [to for to, top in zip(SENT, tops, strict=True) if top > 0]
+    link_kinds = [to for to, top in zip(DESTINATIONS, tops, strict=True) if top > 0]
     curves = [
         Curve(SENT_WORDS[to], steps, columns[to], kind=kind) for kind, to in enumerate(link_kinds)
     ]
@@ -96,7 +97,7 @@ def _draw_by_worker(data: Mapping[str, Any]) -> Iterator[Markup]:
     rows = [
         Bar(
             label,
-            {to: read_number(data, "members", at, "bytes_sent", to) for to in SENT},
+            {to: read_number(data, "members", at, "bytes_sent", to) for to in DESTINATIONS},
             draw_sum(data, ("members", at, "bytes_sent"), scales.format_nbytes),
         )
         for label, at in order[: time_section.MAX_BARS]
@@ -114,7 +115,7 @@ def _draw_axes(data: Mapping[str, Any]) -> Iterator[Markup]:
     rows = [
         Bar(
             axis,
-            {to: read_number(data, "axes", axis, to) for to in SENT},
+            {to: read_number(data, "axes", axis, to) for to in DESTINATIONS},
             join_markup(
                 draw_figure(data, ("axes", axis, "within"), scales.format_nbytes),
                 " + ",
@@ -133,7 +134,7 @@ def _draw_axes(data: Mapping[str, Any]) -> Iterator[Markup]:
         (
             axis,
             draw_figure(data, ("axes", axis, "seconds"), scales.format_seconds),
-            *(draw_figure(data, ("axes", axis, to), scales.format_nbytes) for to in SENT),
+            *(draw_figure(data, ("axes", axis, to), scales.format_nbytes) for to in DESTINATIONS),
         )
         for axis in along
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.formatting import sized
+from paceline.formatting import format_bytes
 from paceline.observe.page.data import make_page_data
 from paceline.observe.page.subjects import comparison_sections
 from paceline.record.folder import RunFolder
@@ -88,7 +88,9 @@ def test_a_run_that_has_failed_says_so_beside_its_name(tmp_path: Path) -> None:
     text = comparison_sections.draw_runs(
         [make_page_data(folder), make_page_data(whole(tmp_path / "b"))]
     )
-    assert sized(600_000) in text and "0 bytes" not in text  # sent in a step, as its metrics say
+    assert (
+        format_bytes(600_000) in text and "0 bytes" not in text
+    )  # sent in a step, as its metrics say
     assert "failed at step 40: ValueError: no" in text and text.count(">failed<") == 1
 
 

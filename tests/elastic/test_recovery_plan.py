@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from paceline.elastic.recover import WorkerProgress, decide
+from paceline.elastic.recovery_plan import WorkerProgress, make_recovery_plan
 from paceline.errors import Mismatch, WorkerLost
-from paceline.replicas.majority import majority, nearest
+from paceline.replicas.majority import find_majority, pick_nearest_source
 
 CALLS = 8
 
@@ -64,7 +64,7 @@ def test_all_who_live_come_to_the_same_call_with_the_same_results(deaths: int) -
         living, size = course(seed, 2 + deaths + seed % 3, deaths)
         # numbers say nothing of the order
         names = {worker: 1000 - worker for worker in range(size)}
-        plan = decide(
+        plan = make_recovery_plan(
             {
                 names[number]: WorkerProgress(number, worker.done)
                 for number, worker in living.items()
@@ -73,7 +73,9 @@ def test_all_who_live_come_to_the_same_call_with_the_same_results(deaths: int) -
         assert plan.members == tuple(
             names[number] for number in sorted(living)
         ) and plan.origins == tuple(sorted(living))
-        teller = next(worker for number, worker in living.items() if names[number] == plan.teller)
+        teller = next(
+            worker for number, worker in living.items() if names[number] == plan.result_sender
+        )
         for number, worker in living.items():
             if names[number] in plan.behind:
                 worker.done += 1
@@ -84,56 +86,66 @@ def test_all_who_live_come_to_the_same_call_with_the_same_results(deaths: int) -
 
 
 def test_the_turn_that_is_cut_is_that_of_who_is_ahead() -> None:
-    assert decide({5: WorkerProgress(0, 7, 3), 6: WorkerProgress(1, 8, 4)}).turn == 4
     assert (
-        decide({5: WorkerProgress(0, 8, 0), 6: WorkerProgress(1, 7, 3)}).turn == 0
+        make_recovery_plan({5: WorkerProgress(0, 7, 3), 6: WorkerProgress(1, 8, 4)}).failed_turn
+        == 4
+    )
+    assert (
+        make_recovery_plan({5: WorkerProgress(0, 8, 0), 6: WorkerProgress(1, 7, 3)}).failed_turn
+        == 0
     )  # it was the end of the turn that one of them completed
 
 
 def test_who_is_behind_answers_loaders_as_those_ahead_did() -> None:
-    plan = decide({5: WorkerProgress(0, 7, 0, 2, False), 6: WorkerProgress(1, 8, 0, 6, False)})
-    assert plan.behind == {5} and plan.asked == 6 and not plan.admits
+    plan = make_recovery_plan(
+        {5: WorkerProgress(0, 7, 0, 2, False), 6: WorkerProgress(1, 8, 0, 6, False)}
+    )
+    assert plan.behind == {5} and plan.repeated_answers == 6 and not plan.is_admitting
 
 
 def test_all_let_others_in_where_one_that_is_ahead_does() -> None:
     """Though nobody may be left to be let in: then all find so."""
-    assert decide(
+    assert make_recovery_plan(
         {5: WorkerProgress(0, 7, 0, 2, False), 6: WorkerProgress(1, 8, 0, 0, True)}
-    ).admits
-    assert not decide(
+    ).is_admitting
+    assert not make_recovery_plan(
         {5: WorkerProgress(0, 7, 0, 2, True), 6: WorkerProgress(1, 8, 0, 0, False)}
-    ).admits, "who is ahead has done so"
-    assert decide({5: WorkerProgress(0, 8), 9: WorkerProgress(-1)}).admits
+    ).is_admitting, "who is ahead has done so"
+    assert make_recovery_plan({5: WorkerProgress(0, 8), 9: WorkerProgress(-1)}).is_admitting
 
 
 def test_who_has_just_come_is_let_in_later() -> None:
-    plan = decide({9: WorkerProgress(-1), 3: WorkerProgress(1, 5), 4: WorkerProgress(0, 5)})
-    assert plan.members == (4, 3) and plan.fresh == (9,) and plan.calls == 5 and not plan.behind
+    plan = make_recovery_plan(
+        {9: WorkerProgress(-1), 3: WorkerProgress(1, 5), 4: WorkerProgress(0, 5)}
+    )
+    assert (
+        plan.members == (4, 3) and plan.new_workers == (9,) and plan.calls == 5 and not plan.behind
+    )
 
 
 def test_when_the_state_is_lost() -> None:
     with pytest.raises(WorkerLost, match="resume it from a checkpoint"):
-        decide({9: WorkerProgress(-1)})
+        make_recovery_plan({9: WorkerProgress(-1)})
 
 
 def test_workers_that_had_come_apart_are_told() -> None:
     with pytest.raises(Mismatch, match="5 by rank 0, 7 by rank 2"):
-        decide({1: WorkerProgress(0, 5), 2: WorkerProgress(2, 7)})
+        make_recovery_plan({1: WorkerProgress(0, 5), 2: WorkerProgress(2, 7)})
 
 
 def test_a_reach_is_its_text() -> None:
-    assert WorkerProgress(*WorkerProgress(2, 5, 3, 4, True).dump()) == WorkerProgress(
+    assert WorkerProgress(*WorkerProgress(2, 5, 3, 4, True).to_list()) == WorkerProgress(
         2, 5, 3, 4, True
     )
 
 
 def test_states_come_from_near_and_not_all_from_one() -> None:
     hosts = [0, 0, 1, 1, 0, 1, 2, 2]
-    assert [nearest(rank, range(4), hosts) for rank in (4, 5)] == [0, 3]
-    assert {nearest(rank, range(4), hosts) for rank in (6, 7)} <= {0, 1, 2, 3}
-    assert nearest(6, range(4), hosts) != nearest(7, range(4), hosts)
+    assert [pick_nearest_source(rank, range(4), hosts) for rank in (4, 5)] == [0, 3]
+    assert {pick_nearest_source(rank, range(4), hosts) for rank in (6, 7)} <= {0, 1, 2, 3}
+    assert pick_nearest_source(6, range(4), hosts) != pick_nearest_source(7, range(4), hosts)
 
 
 def test_the_majority_tells_who_is_wrong() -> None:
-    assert majority({0: "b", 1: "a", 2: "a"}) == ("a", [0])
-    assert majority({0: "b", 1: "a"}) == ("b", [1])
+    assert find_majority({0: "b", 1: "a", 2: "a"}) == ("a", [0])
+    assert find_majority({0: "b", 1: "a"}) == ("b", [1])

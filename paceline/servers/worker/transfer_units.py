@@ -17,12 +17,12 @@ from paceline.errors import PacelineError, UsageError, WorkerLost
 from paceline.servers.process import optimizers as recipe
 from paceline.servers.process.codings import Phases
 from paceline.servers.process.endpoints import ServerEndpoints
-from paceline.servers.process.partition import RowRange, deal, pieces
+from paceline.servers.process.partition import RowRange, cut_parameters, deal_pieces
 from paceline.servers.process.shard import ShardPlan
 from paceline.servers.protocol.message import Acknowledged, Index, SentRequest
 from paceline.servers.protocol.samples import Notes
 from paceline.sync.base import Slot
-from paceline.timings import DEFAULTS, ServerTimings
+from paceline.timings import DEFAULT_TIMINGS, ServerTimings
 
 
 @dataclass
@@ -35,22 +35,22 @@ class TransferUnit:
     flat: Tensor
     members: list[tuple[RowRange, Tensor]]  # rows of parameters, and their views of `flat`
     # Pushes that were not acknowledged yet.
-    sent: list[SentRequest[Acknowledged]] = field(default_factory=list)
+    pending_pushes: list[SentRequest[Acknowledged]] = field(default_factory=list)
     # Gradients that were pushed for this step, by slot, and their versions at that time.
-    pushed: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
+    pushed_gradients: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
     ways: Phases = ()  # codings of its pushes
 
     @property
-    def first(self) -> int:
+    def first_slot(self) -> int:
         """The first slot that has a part in this unit."""
         return min(piece.slot for piece, _ in self.members)
 
-    def forget(self) -> None:
+    def discard_push(self) -> None:
         """Discard the pushes of this unit."""
-        self.pushed = {}
-        self.sent.clear()
+        self.pushed_gradients = {}
+        self.pending_pushes.clear()
 
-    def over(self, flat: Tensor) -> list[Tensor]:
+    def view_members(self, flat: Tensor) -> list[Tensor]:
         """View the members in another flat tensor of the same length."""
         start = self.flat.storage_offset()
         return [
@@ -58,7 +58,7 @@ class TransferUnit:
             for _, view in self.members
         ]
 
-    def pack(
+    def pack_gradients(
         self, slots: Sequence[Slot], grads: Mapping[int, Tensor | None], factor: float
     ) -> bytes:
         """Write these gradients, times `factor`, into the memory that travels.
@@ -77,21 +77,22 @@ class TransferUnit:
             if grad is None or not factor:
                 view.zero_()
             else:
-                torch.mul(rows(grad, piece), factor, out=view)
-        self.pushed = {slot: (grad, version(grad)) for slot, grad in grads.items()}
+                torch.mul(select_rows(grad, piece), factor, out=view)
+        self.pushed_gradients = {slot: (grad, get_version(grad)) for slot, grad in grads.items()}
         return bytes(used)
 
-    def changed(self, grads: Mapping[int, Tensor | None]) -> bool:
+    def has_changed(self, grads: Mapping[int, Tensor | None]) -> bool:
         """Whether these gradients differ from the pushed ones."""
-        return not self.pushed or any(
-            grad is not self.pushed[slot][0] or version(grad) != self.pushed[slot][1]
+        return not self.pushed_gradients or any(
+            grad is not self.pushed_gradients[slot][0]
+            or get_version(grad) != self.pushed_gradients[slot][1]
             for slot, grad in grads.items()
         )
 
-    def give(self, slots: Sequence[Slot], flat: Tensor) -> None:
+    def unpack_parameters(self, slots: Sequence[Slot], flat: Tensor) -> None:
         """Copy the values in a flat tensor into the parameters."""
-        for (piece, _), values in zip(self.members, self.over(flat), strict=True):
-            rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
+        for (piece, _), values in zip(self.members, self.view_members(flat), strict=True):
+            select_rows(slots[piece.slot].parameter.detach(), piece).copy_(values)
 
 
 class UnitLayout:
@@ -115,19 +116,21 @@ class UnitLayout:
         ways: Sequence[Phases] = (),
     ) -> None:
         shapes = [BucketShape.of_parameter(slot.parameter) for slot in slots]
-        settings = [recipe.settings(optimizer) for optimizer in optimizers]
-        names = [recipe.describe(optimizer) for optimizer in optimizers]
+        settings = [recipe.read_settings(optimizer) for optimizer in optimizers]
+        names = [recipe.get_optimizer_name(optimizer) for optimizer in optimizers]
         # Optimizer and parameter group of each slot.
-        self.owners = [_owner(slot, optimizers) for slot in slots]
+        self.owners = [_find_owner(slot, optimizers) for slot in slots]
         # Some optimizers need a parameter as a whole. Others let it be cut by rows.
-        all_pieces = pieces(
-            shapes, servers, [names[optimizer] in recipe.WHOLE for optimizer, _ in self.owners]
+        all_pieces = cut_parameters(
+            shapes,
+            servers,
+            [names[optimizer] in recipe.WHOLE_MATRIX_OPTIMIZERS for optimizer, _ in self.owners],
         )
         ways = ways or [()] * len(slots)
         self.plans: list[ShardPlan] = []
         self.units: list[TransferUnit] = []
-        self.of: dict[int, list[TransferUnit]] = {}
-        for server, indices in enumerate(deal(all_pieces, servers)):
+        self.units_by_slot: dict[int, list[TransferUnit]] = {}
+        for server, indices in enumerate(deal_pieces(all_pieces, servers)):
             shard = [all_pieces[index] for index in indices]
             # Parameters share a unit only if they have the same optimizer and codings.
             kinds = [
@@ -143,7 +146,7 @@ class UnitLayout:
             plan = ShardPlan(shard, runs, owners, list(zip(names, settings, strict=True)), coded)
             self.plans.append(plan)
             for number, (run, bucket) in enumerate(
-                zip(runs, build_buckets(plan.shapes, runs, _empty), strict=True)
+                zip(runs, build_buckets(plan.piece_layouts, runs, _allocate_flat), strict=True)
             ):
                 members = [
                     (shard[index], view) for index, view in zip(run, bucket.views, strict=True)
@@ -158,30 +161,30 @@ class UnitLayout:
                 )
                 self.units.append(unit)
                 for slot in {piece.slot for piece, _ in members}:
-                    self.of.setdefault(slot, []).append(unit)
+                    self.units_by_slot.setdefault(slot, []).append(unit)
 
 
-class ServerLinks:
+class ServerConnections:
     """Connections to servers, whose traffic counts for the run (a `Sender`)."""
 
-    def __init__(self, *, timings: ServerTimings = DEFAULTS.servers) -> None:
+    def __init__(self, *, timings: ServerTimings = DEFAULT_TIMINGS.servers) -> None:
         self._timings = timings
         self.waited = 0.0  # seconds of waiting for slower workers
         self.callers: list[RpcClient] = []
-        self.left = False  # whether this worker leaves a run that may go on
-        self._past = Traffic()  # of closed connections
+        self.is_leaving = False  # whether this worker leaves a run that may go on
+        self._closed_traffic = Traffic()  # of closed connections
 
     @property
     def traffic(self) -> Traffic:
-        return sum((_sent(caller) for caller in self.callers), self._past)
+        return sum((_get_traffic(caller) for caller in self.callers), self._closed_traffic)
 
-    def open(self, endpoints: ServerEndpoints, me: int) -> None:
+    def connect_all(self, endpoints: ServerEndpoints, me: int) -> None:
         """Connect to these servers, as worker number `me`. The loss of one ends all waits."""
         self.callers = [
             RpcClient(address, endpoints.keys, sender=me, who=name, timings=self._timings)
             for address, name in zip(endpoints.addresses, endpoints.names, strict=True)
         ]
-        endpoints.watch(self.end)
+        endpoints.watch(self.end_waits)
 
     def close(self) -> None:
         callers, self.callers = self.callers, []
@@ -189,20 +192,20 @@ class ServerLinks:
             self._hang_up(caller)
 
     def _hang_up(self, caller: RpcClient) -> None:
-        self._past += _sent(caller)
+        self._closed_traffic += _get_traffic(caller)
         caller.close()
 
     def abort(self) -> None:
-        self.left = True
-        self.end(WorkerLost("this worker leaves"))
+        self.is_leaving = True
+        self.end_waits(WorkerLost("this worker leaves"))
 
-    def end(self, error: PacelineError) -> None:
+    def end_waits(self, error: PacelineError) -> None:
         """End all waits with this error. Any thread may call it."""
         for caller in self.callers:
             caller.end_waits(error)
 
 
-def packed(body: bytes) -> Tensor:
+def bytes_to_tensor(body: bytes) -> Tensor:
     """Copy bytes into a uint8 tensor, the form in which messages carry them."""
     # torch.frombuffer refuses an empty buffer.
     return (
@@ -212,7 +215,7 @@ def packed(body: bytes) -> Tensor:
     )
 
 
-def letters(notes: Notes) -> list[tuple[int, bytes]]:
+def unpack_notes(notes: Notes) -> list[tuple[int, bytes]]:
     """Unpack the notes that the scheduler passed on: the number of each sender, and the bytes."""
     return [
         (worker, note.numpy().tobytes())
@@ -220,11 +223,11 @@ def letters(notes: Notes) -> list[tuple[int, bytes]]:
     ]
 
 
-def _sent(caller: RpcClient) -> Traffic:
+def _get_traffic(caller: RpcClient) -> Traffic:
     return Traffic(caller.nbytes, 0) if caller.near else Traffic(0, caller.nbytes)
 
 
-def _owner(slot: Slot, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
+def _find_owner(slot: Slot, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
     for index, optimizer in enumerate(optimizers):
         for group_index, group in enumerate(optimizer.param_groups):
             if any(parameter is slot.parameter for parameter in group["params"]):
@@ -232,33 +235,33 @@ def _owner(slot: Slot, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
     raise AssertionError(f"{slot.name} is in no group of its optimizer")
 
 
-def _empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _allocate_flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(numel, dtype=dtype)
 
 
-def rows(x: Tensor, piece: RowRange) -> Tensor:
+def select_rows(x: Tensor, piece: RowRange) -> Tensor:
     """Select the rows `piece` of a parameter, or of a tensor of the same shape."""
     return x if piece.whole else x[piece.start : piece.stop]
 
 
-def version(grad: Tensor | None) -> int:
+def get_version(grad: Tensor | None) -> int:
     """Get a number that grows when a gradient is changed in place."""
     # Private in torch: the counter by which autograd notices changes in place. Without it,
     # gradients that were clipped or scaled after their push would go unnoticed.
     return 0 if grad is None else grad._version
 
 
-def part(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[str, Any]:
+def slice_memory(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[str, Any]:
     """Cut the optimizer state of some rows out of the state of a whole parameter."""
     return {
-        name: rows(value, piece).contiguous()
+        name: select_rows(value, piece).contiguous()
         if isinstance(value, Tensor) and value.shape == parameter.shape
         else value
         for name, value in memory.items()
     }
 
 
-def whole(parts: Sequence[tuple[RowRange, Mapping[str, Any]]]) -> dict[str, Any]:
+def join_memories(parts: Sequence[tuple[RowRange, Mapping[str, Any]]]) -> dict[str, Any]:
     """Join the optimizer states of the pieces of a parameter."""
     first, memory = parts[0]
     if first.whole:

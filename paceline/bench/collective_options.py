@@ -8,17 +8,17 @@ import re
 
 from paceline.comm.schedule import SCHEDULES
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 
 UNITS = {"B": 1, "KB": 1_000, "MB": 1_000_000}
 
 
-def sizes(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
     """Parse a list of sizes with commas, such as `4KB,33MB`, as bytes."""
-    return [size(part) for part in text.split(",")]
+    return [parse_size(part) for part in text.split(",")]
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Parse a size, `4KB`, `33MB` or `100B`, as bytes, a multiple of 4 (float32)."""
     match = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
     nbytes = int(match[1]) * UNITS[match[2]] // 4 * 4 if match else 0
@@ -30,10 +30,10 @@ def size(text: str) -> int:
     return nbytes
 
 
-def ways(text: str) -> list[str]:
+def parse_algorithms(text: str) -> list[str]:
     """Parse a list of names with commas: `native`, or schedules."""
     names = [part.strip() for part in text.split(",")]
     for name in names:
         if name != "native" and name not in SCHEDULES:
-            raise UsageError(f"--via {name}: {choices(name, ['native', *SCHEDULES])}")
+            raise UsageError(f"--via {name}: {format_choices(name, ['native', *SCHEDULES])}")
     return names

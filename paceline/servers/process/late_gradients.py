@@ -35,31 +35,31 @@ from typing import Any, NamedTuple
 from paceline.errors import Mismatch
 
 # Number of turns per worker whose times are remembered.
-SPANS = 4
+REMEMBERED_TURNS = 4
 # The margin that a turn may take beyond the median turn: `SPREAD_FACTOR` times the median distance
 # from that, but at least `MIN_MARGIN` and at most `MAX_MARGIN` times the median turn.
-LEAST, MOST, SPREAD = 0.05, 0.5, 4.0
+MIN_MARGIN, MAX_MARGIN, SPREAD_FACTOR = 0.05, 0.5, 4.0
 # Factor by which the limit may grow when all workers are slow at once.
-TOGETHER = 2.0
+MAX_COMMON_SLOWDOWN = 2.0
 # Number of past steps with backup workers that are remembered.
-DECISIONS = 8
+REMEMBERED_DECISIONS = 8
 # Part of a median turn that a late worker waits for the others, to get back in phase with them.
-SHORT = 0.25
+REJOIN_WAIT = 0.25
 
 
 class StepMade(NamedTuple):
     """A step that was made: its number, and the contribution of each of its workers."""
 
     number: int
-    came: dict[int, Any]
+    contributions: dict[int, Any]
     # Workers in `contributions` that wait for this step. They ask the servers to take it.
-    takers: frozenset[int] = frozenset()
+    waiting_workers: frozenset[int] = frozenset()
 
 
 class OpenStep(NamedTuple):
     """An open step that a late worker doesn't wait for. `steps_before`: steps made before it."""
 
-    after: int
+    steps_before: int
 
 
 @dataclass
@@ -67,7 +67,7 @@ class StepDecision:
     """The workers that make a step with backup workers: the first to arrive, in rising order."""
 
     # By worker, in the order of arrival.
-    came: dict[int, Any] = field(default_factory=dict)
+    contributions: dict[int, Any] = field(default_factory=dict)
     workers: list[int] = field(default_factory=list)  # empty until the step is decided
 
 
@@ -79,16 +79,16 @@ class FirstArrivals:
     """
 
     def __init__(self, optimizer: int) -> None:
-        self.decided = 0
+        self.last_decided = 0
         self._optimizer = optimizer
         # The last `REMEMBERED_DECISIONS` steps, by number.
-        self._steps: dict[int, StepDecision] = {}
+        self._recent_decisions: dict[int, StepDecision] = {}
 
-    def came(self, step: int) -> Collection[int]:
+    def get_arrived_workers(self, step: int) -> Collection[int]:
         """Get the workers that have arrived at a step."""
-        return self._steps[step].came if step in self._steps else ()
+        return self._recent_decisions[step].contributions if step in self._recent_decisions else ()
 
-    def arrive(
+    def record_arrival(
         self, worker: int, step: int, contribution: Any, running: Collection[int], enough: int
     ) -> StepDecision | bool | None:
         """Record that a worker has pushed its whole gradient for a step.
@@ -99,39 +99,40 @@ class FirstArrivals:
             The decision if this worker takes part in the step; False if the worker is too late;
             None if the step isn't decided yet.
         """
-        if step <= self.decided:
-            decision = self._steps.get(step, StepDecision())
+        if step <= self.last_decided:
+            decision = self._recent_decisions.get(step, StepDecision())
             return decision if worker in decision.workers else False
-        if step != self.decided + 1:
+        if step != self.last_decided + 1:
             raise Mismatch(
-                f"step {step} of optimizer {self._optimizer} can't come after step {self.decided}"
+                f"step {step} of optimizer {self._optimizer} can't come after step "
+                f"{self.last_decided}"
             )
-        decision = self._steps.setdefault(step, StepDecision())
-        decision.came.setdefault(worker, contribution)
-        if len(decision.came) < enough and not decision.came.keys() >= {*running}:
+        decision = self._recent_decisions.setdefault(step, StepDecision())
+        decision.contributions.setdefault(worker, contribution)
+        if len(decision.contributions) < enough and not decision.contributions.keys() >= {*running}:
             return None
-        decision.workers = sorted(decision.came)
-        self.decided = step
+        decision.workers = sorted(decision.contributions)
+        self.last_decided = step
         # A worker that is even later learns from `last_decided` that it is too late.
-        self._steps.pop(step - DECISIONS, None)
+        self._recent_decisions.pop(step - REMEMBERED_DECISIONS, None)
         return decision
 
-    def lose(self, survivors: Set[int]) -> list[int]:
+    def remove_lost_workers(self, survivors: Set[int]) -> list[int]:
         """Go on with the survivors alone.
 
         Returns:
             The steps that are decided, but that none of the survivors takes part in.
         """
-        for decision in self._steps.values():
+        for decision in self._recent_decisions.values():
             if not decision.workers:
-                decision.came = {
+                decision.contributions = {
                     worker: contribution
-                    for worker, contribution in decision.came.items()
+                    for worker, contribution in decision.contributions.items()
                     if worker in survivors
                 }
         return [
             step
-            for step, decision in self._steps.items()
+            for step, decision in self._recent_decisions.items()
             if decision.workers and survivors.isdisjoint(decision.workers)
         ]
 
@@ -150,111 +151,126 @@ class PartialSteps:
     """
 
     def __init__(self, began: Mapping[int, float] | None = None) -> None:
-        self.steps = 0
-        self.came: dict[int, Any] = {}
-        self.takers: set[int] = set()
+        self.steps_made = 0
+        self.contributions: dict[int, Any] = {}
+        self.waiting_workers: set[int] = set()
         # Time of the next look at the open step if no message comes before.
-        self.due = math.inf
+        self.next_check = math.inf
         # Statistics: number of steps by the number of workers that made them, and number of
         # gradients by the number of other steps that were made during their turns.
-        self.sizes: Counter[int] = Counter()
-        self.ages: Counter[int] = Counter()
+        self.steps_by_worker_count: Counter[int] = Counter()
+        self.gradients_by_age: Counter[int] = Counter()
         # By worker: number of its gradients that are in a step, and the last such step.
-        self._made: dict[int, tuple[int, StepMade]] = {}
+        self._last_steps: dict[int, tuple[int, StepMade]] = {}
         # By worker: start of its turn, and number of steps made before it.
-        self._began = dict(began or {})
-        self._seen = dict.fromkeys(self._began, 0)
-        self._late: set[int] = set()
-        self._apart: set[int] = set()
+        self._turn_starts = dict(began or {})
+        self._steps_before_turn = dict.fromkeys(self._turn_starts, 0)
+        self._late_workers: set[int] = set()
+        self._released_workers: set[int] = set()
         # By worker that has arrived: number of steps made before the turn of its gradient.
-        self._from: dict[int, int] = {}
+        self._steps_before_gradient: dict[int, int] = {}
         # Seconds of the last turns of all workers, and of those that are on time in the open step.
-        self._spans: deque[float] = deque()
-        self._prompt: list[float] = []
+        self._turn_seconds: deque[float] = deque()
+        self._on_time_seconds: list[float] = []
 
-    def begin(self, worker: int, now: float) -> None:
+    def begin_turn(self, worker: int, now: float) -> None:
         """Record that a worker begins a turn."""
-        self._began[worker], self._seen[worker] = now, self.steps
-        if worker not in self._apart:
-            self._late.discard(worker)
+        self._turn_starts[worker], self._steps_before_turn[worker] = now, self.steps_made
+        if worker not in self._released_workers:
+            self._late_workers.discard(worker)
 
-    def rest(self) -> None:
+    def begin_epoch(self) -> None:
         """Begin an epoch.
 
         Its first turns take an unknown time, because data readers start with them.
         """
-        self._began.clear()
-        self._late.clear()
-        self._seen = dict.fromkeys(self._seen, self.steps)
+        self._turn_starts.clear()
+        self._late_workers.clear()
+        self._steps_before_turn = dict.fromkeys(self._steps_before_turn, self.steps_made)
 
-    def lose(self, survivors: Set[int]) -> list[int]:
+    def remove_lost_workers(self, survivors: Set[int]) -> list[int]:
         """Go on with the survivors alone.
 
         Returns:
             The steps that were made, as far as is decided, but have no gradient of a survivor.
         """
-        self.came = {
+        self.contributions = {
             worker: contribution
-            for worker, contribution in self.came.items()
+            for worker, contribution in self.contributions.items()
             if worker in survivors
         }
-        self._late, self._apart, self.takers = (
-            self._late & survivors,
-            self._apart & survivors,
-            self.takers & survivors,
+        self._late_workers, self._released_workers, self.waiting_workers = (
+            self._late_workers & survivors,
+            self._released_workers & survivors,
+            self.waiting_workers & survivors,
         )
-        self._began = {
-            worker: began for worker, began in self._began.items() if worker in survivors
+        self._turn_starts = {
+            worker: began for worker, began in self._turn_starts.items() if worker in survivors
         }
-        self._seen = {worker: steps for worker, steps in self._seen.items() if worker in survivors}
+        self._steps_before_turn = {
+            worker: steps
+            for worker, steps in self._steps_before_turn.items()
+            if worker in survivors
+        }
         return sorted(
-            {step.number for _, step in self._made.values() if survivors.isdisjoint(step.came)}
+            {
+                step.number
+                for _, step in self._last_steps.values()
+                if survivors.isdisjoint(step.contributions)
+            }
         )
 
-    def come(self, worker: int, number: int, contribution: Any, now: float) -> StepMade | None:
+    def record_gradient(
+        self, worker: int, number: int, contribution: Any, now: float
+    ) -> StepMade | None:
         """Record that a worker has pushed its whole gradient `number`, counted from 1 on.
 
         Returns the step with that gradient if it has been made.
         """
-        before, last_step = self._made.get(worker, (0, None))
+        before, last_step = self._last_steps.get(worker, (0, None))
         if last_step is not None and number == before:
             return last_step
         if number != before + 1:
             raise Mismatch(
                 f"gradient {number} of worker {worker} can't come after its gradient {before}"
             )
-        if worker not in self.came:
-            self.came[worker], self._from[worker] = contribution, self._seen.get(worker, 0)
-            if worker in self._began:
-                self._clock(now - self._began[worker], late=worker in self._late)
+        if worker not in self.contributions:
+            self.contributions[worker], self._steps_before_gradient[worker] = (
+                contribution,
+                self._steps_before_turn.get(worker, 0),
+            )
+            if worker in self._turn_starts:
+                self._record_turn_time(
+                    now - self._turn_starts[worker], late=worker in self._late_workers
+                )
         return None
 
-    def part(self, worker: int, absent: Collection[int], now: float) -> bool:
+    def release_if_late(self, worker: int, absent: Collection[int], now: float) -> bool:
         """Whether a worker that has arrived goes on at once, without waiting for the step.
 
         It does if it is late, no other worker waits for the step yet, and the workers that are on
         time won't arrive soon. Otherwise it waits, now and whenever it asks again.
         """
-        on_time = [other for other in absent if other not in self._late]
-        first = worker not in self._apart and worker not in self.takers
-        if first and worker in self._late and on_time and not self.takers:
+        on_time = [other for other in absent if other not in self._late_workers]
+        first = worker not in self._released_workers and worker not in self.waiting_workers
+        if first and worker in self._late_workers and on_time and not self.waiting_workers:
             # If a worker on time is expected soon, this one waits: both are in phase again then.
-            begun = [self._began[other] for other in on_time if other in self._began]
-            median = statistics.median_low(self._spans)
-            if len(begun) < len(on_time) or max(begun) + (1 - SHORT) * median > now:
-                self._apart.add(worker)
+            begun = [self._turn_starts[other] for other in on_time if other in self._turn_starts]
+            median = statistics.median_low(self._turn_seconds)
+            if len(begun) < len(on_time) or max(begun) + (1 - REJOIN_WAIT) * median > now:
+                self._released_workers.add(worker)
                 return True
-        self.takers.add(worker)
+        self.waiting_workers.add(worker)
         return False
 
-    def _clock(self, span: float, *, late: bool) -> None:
-        self._spans.append(span)
-        while len(self._spans) > SPANS * len(self._seen):
-            self._spans.popleft()
+    def _record_turn_time(self, span: float, *, late: bool) -> None:
+        self._turn_seconds.append(span)
+        while len(self._turn_seconds) > REMEMBERED_TURNS * len(self._steps_before_turn):
+            self._turn_seconds.popleft()
         if not late:
-            self._prompt.append(span)
+            self._on_time_seconds.append(span)
 
-    def leave(self, absent: int) -> float:
+    def compute_time_limit(self, absent: int) -> float:
         """Compute the seconds that a turn may take before it is late.
 
         The usual limit is the median turn plus `SPREAD_FACTOR` times the median distance from it,
@@ -265,53 +281,63 @@ class PartialSteps:
 
         `absent` is the number of workers that are on time, but have not arrived yet.
         """
-        median = statistics.median_low(self._spans)
-        spread = statistics.median_low(abs(span - median) for span in self._spans)
+        median = statistics.median_low(self._turn_seconds)
+        spread = statistics.median_low(abs(span - median) for span in self._turn_seconds)
         # Without the lower bound, equal turns would leave no margin; without the upper bound, a few
         # very slow turns would.
-        usual = median + min(max(SPREAD * spread, LEAST * median), MOST * median)
+        usual = median + min(max(SPREAD_FACTOR * spread, MIN_MARGIN * median), MAX_MARGIN * median)
         # How slow this step is for all: the turn of the middle worker. If fewer than half of the
         # workers have arrived, the step may still be as slow as is allowed.
-        spans, half = sorted(self._prompt), max((len(self._prompt) + absent) // 2, 1)
-        pace = spans[half - 1] / median if half <= len(spans) else TOGETHER
-        shortest = spans[0] * (1 + LEAST) if spans else 0.0
-        return max(usual * min(max(pace, 1.0), TOGETHER), shortest)
+        spans, half = (
+            sorted(self._on_time_seconds),
+            max((len(self._on_time_seconds) + absent) // 2, 1),
+        )
+        pace = spans[half - 1] / median if half <= len(spans) else MAX_COMMON_SLOWDOWN
+        shortest = spans[0] * (1 + MIN_MARGIN) if spans else 0.0
+        return max(usual * min(max(pace, 1.0), MAX_COMMON_SLOWDOWN), shortest)
 
-    def awaited(self, absent: Collection[int], now: float) -> bool:
+    def is_awaiting_workers(self, absent: Collection[int], now: float) -> bool:
         """Whether one of the absent workers may still be on time.
 
         If none may, the caller makes the step, and the absent workers count as late. Sets
         `next_check` to the time when the answer may change.
         """
-        self.due = math.inf
-        on_time = [worker for worker in absent if worker not in self._late]
+        self.next_check = math.inf
+        on_time = [worker for worker in absent if worker not in self._late_workers]
         if not on_time:
             return False
         # Without enough turns to compare with, or with a turn that began at an unknown time, no
         # worker counts as late.
-        if len(self._spans) < len(absent) + len(self.came) or any(
-            worker not in self._began for worker in on_time
+        if len(self._turn_seconds) < len(absent) + len(self.contributions) or any(
+            worker not in self._turn_starts for worker in on_time
         ):
             return True
-        last = max(self._began[worker] for worker in on_time) + self.leave(len(on_time))
+        last = max(self._turn_starts[worker] for worker in on_time) + self.compute_time_limit(
+            len(on_time)
+        )
         if last > now:
-            self.due = last
+            self.next_check = last
         return last > now
 
-    def make(self, absent: Collection[int]) -> StepMade:
+    def make_step(self, absent: Collection[int]) -> StepMade:
         """Make the next step with the workers that have arrived. The absent workers are late."""
-        self.steps += 1
+        self.steps_made += 1
         step = StepMade(
-            self.steps,
-            {worker: self.came[worker] for worker in sorted(self.came)},
-            frozenset(self.takers),
+            self.steps_made,
+            {worker: self.contributions[worker] for worker in sorted(self.contributions)},
+            frozenset(self.waiting_workers),
         )
-        self.sizes[len(step.came)] += 1
-        for worker in step.came:
-            self.ages[self.steps - 1 - self._from[worker]] += 1
-            self._made[worker] = (self._made[worker][0] if worker in self._made else 0) + 1, step
+        self.steps_by_worker_count[len(step.contributions)] += 1
+        for worker in step.contributions:
+            self.gradients_by_age[self.steps_made - 1 - self._steps_before_gradient[worker]] += 1
+            self._last_steps[worker] = (
+                (self._last_steps[worker][0] if worker in self._last_steps else 0) + 1,
+                step,
+            )
         # A worker that arrived and waits is in phase again. One that was released stays late.
-        self._late = (self._late - (self.came.keys() - self._apart)) | {*absent}
-        self.came, self._prompt, self.due = {}, [], math.inf
-        self._apart, self.takers = set(), set()
+        self._late_workers = (
+            self._late_workers - (self.contributions.keys() - self._released_workers)
+        ) | {*absent}
+        self.contributions, self._on_time_seconds, self.next_check = {}, [], math.inf
+        self._released_workers, self.waiting_workers = set(), set()
         return step

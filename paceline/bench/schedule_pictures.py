@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from paceline.comm.schedule import SCHEDULES, build_schedule, draw_schedule
 from paceline.errors import UsageError
-from paceline.formatting import choices
+from paceline.formatting import format_choices
 
-WIDEST = 64  # workers; a larger picture is no help
+MAX_WORKERS = 64  # workers; a larger picture is no help
 
 
-def picture(text: str) -> str:
+def draw_picture(text: str) -> str:
     """Draw `NAME:N` for N workers on one host, or `NAME:N+M+...` for N workers on a first host, M
     on a second.
 
@@ -18,13 +18,15 @@ def picture(text: str) -> str:
     name, _, rest = text.partition(":")
     numbers, _, speeds = rest.partition("@")
     if name not in SCHEDULES:
-        raise UsageError(f"{name} is not a schedule; {choices(name, SCHEDULES)}")
+        raise UsageError(f"{name} is not a schedule; {format_choices(name, SCHEDULES)}")
     return draw_schedule(
-        build_schedule(name, hosts(numbers, text), rates(speeds, text) if speeds else ())
+        build_schedule(
+            name, parse_hosts(numbers, text), parse_rates(speeds, text) if speeds else ()
+        )
     )
 
 
-def rates(speeds: str, text: str) -> list[float]:
+def parse_rates(speeds: str, text: str) -> list[float]:
     """Parse the rate of each host's link: `10,1` is [10.0, 1.0]; messages show `text`."""
     try:
         return [float(part) for part in speeds.split(",")]
@@ -34,15 +36,18 @@ def rates(speeds: str, text: str) -> list[float]:
         ) from error
 
 
-def hosts(numbers: str, text: str) -> list[int]:
+def parse_hosts(numbers: str, text: str) -> list[int]:
     """Return the host of each worker: `2+3` is [0, 0, 1, 1, 1]; `text` is what messages show."""
     parts = numbers.split("+")
     if (
-        not all(part.isascii() and part.isdecimal() and 0 < int(part) <= WIDEST for part in parts)
-        or sum(map(int, parts)) > WIDEST
+        not all(
+            part.isascii() and part.isdecimal() and 0 < int(part) <= MAX_WORKERS for part in parts
+        )
+        or sum(map(int, parts)) > MAX_WORKERS
     ):
         raise UsageError(
-            f"{text}: after the colon goes the number of workers, 1 to {WIDEST}, as in ring:5, or "
+            f"{text}: after the colon goes the number of workers, 1 to {MAX_WORKERS}, as in "
+            "ring:5, or "
             "of each host, as in ring:2+3"
         )
     return [host for host, part in enumerate(parts) for _ in range(int(part))]

@@ -20,37 +20,39 @@ class OuterMemories:
     """State of the parameters that are in no unit at present, by name."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._saved: dict[str, Tensor] = {}
 
-    def take(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> None:
+    def save_units(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> None:
         """Save the state of these units, which are about to be replaced."""
-        self._kept |= {name: view.clone() for name, view in _views(units, slots)}
+        self._saved |= {name: view.clone() for name, view in _named_views(units, slots)}
 
-    def give(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> None:
+    def restore_units(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> None:
         """Move the saved state of parameters into these units."""
-        for name, view in _views(units, slots):
-            saved = self._kept.pop(name, None)
+        for name, view in _named_views(units, slots):
+            saved = self._saved.pop(name, None)
             if saved is not None and saved.shape == view.shape:
                 view.copy_(saved)
 
-    def load(self, found: Mapping[str, Tensor]) -> None:
+    def load_saved(self, found: Mapping[str, Tensor]) -> None:
         """Replace all saved state by that of a checkpoint."""
-        self._kept = dict(found)
+        self._saved = dict(found)
 
-    def known(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> dict[str, Tensor]:
+    def copy_all(self, units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> dict[str, Tensor]:
         """Copy the state of all parameters, in units or saved here, by name."""
-        return {**self._kept, **{name: view.clone() for name, view in _views(units, slots)}}
+        return {**self._saved, **{name: view.clone() for name, view in _named_views(units, slots)}}
 
 
-def named(unit: FragmentUnit) -> bool:
+def has_memory_per_element(unit: FragmentUnit) -> bool:
     """Whether the outer optimizer keeps one number per element, so that parameters have parts."""
     return unit.memory is not None and unit.memory.shape == unit.start.shape
 
 
-def _views(units: Iterable[FragmentUnit], slots: Sequence[Slot]) -> Iterable[tuple[str, Tensor]]:
+def _named_views(
+    units: Iterable[FragmentUnit], slots: Sequence[Slot]
+) -> Iterable[tuple[str, Tensor]]:
     """Yield the name of each parameter with outer optimizer state, and a view of that state."""
     for unit in units:
-        if unit.memory is not None and named(unit):
+        if unit.memory is not None and has_memory_per_element(unit):
             for slot_index, view in zip(
                 unit.bucket.members, unit.bucket.views_over(unit.memory), strict=True
             ):

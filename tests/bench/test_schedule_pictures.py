@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.pictures import hosts, picture
+from paceline.bench.schedule_pictures import draw_picture, parse_hosts
 from paceline.comm.schedule import SCHEDULES
 from paceline.errors import UsageError
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_is_drawn(name: str) -> None:
-    drawn = picture(f"{name}:5")
+    drawn = draw_picture(f"{name}:5")
     assert name in drawn and all(f"rank {rank}" in drawn for rank in range(5))
 
 
 def test_hosts() -> None:
-    assert hosts("2+3", "") == [0, 0, 1, 1, 1]
-    assert hosts("4", "") == [0] * 4
-    assert picture("hierarchical:2+2") != picture("hierarchical:4")
+    assert parse_hosts("2+3", "") == [0, 0, 1, 1, 1]
+    assert parse_hosts("4", "") == [0] * 4
+    assert draw_picture("hierarchical:2+2") != draw_picture("hierarchical:4")
 
 
 @pytest.mark.parametrize(
@@ -27,20 +27,20 @@ def test_hosts() -> None:
 )
 def test_numbers_that_make_no_sense(wrong: str) -> None:
     with pytest.raises(UsageError, match="after the colon goes the number of workers"):
-        picture(wrong)
+        draw_picture(wrong)
 
 
 def test_speeds_of_links() -> None:
-    drawn = picture("uneven:1+1+1@4,4,1")
+    drawn = draw_picture("uneven:1+1+1@4,4,1")
     assert "+> 2" not in drawn and "-> 2" in drawn, "the slow one owns nothing"
     with pytest.raises(UsageError, match="behind the @ go the speeds"):
-        picture("uneven:1+1@4,x")
+        draw_picture("uneven:1+1@4,x")
     with pytest.raises(UsageError, match="one above 0 for each of the 2 hosts"):
-        picture("uneven:1+1@4")
+        draw_picture("uneven:1+1@4")
 
 
 def test_unknown_schedule() -> None:
     with pytest.raises(
         UsageError, match=r"rnig is not a schedule; possible: .*; did you mean ring\?"
     ):
-        picture("rnig:5")
+        draw_picture("rnig:5")

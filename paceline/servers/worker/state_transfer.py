@@ -10,56 +10,73 @@ from paceline.comm.rpc import RpcClient
 from paceline.errors import UsageError
 from paceline.servers.process.endpoints import ServerEndpoints
 from paceline.servers.process.partition import RowRange
-from paceline.servers.protocol.message import call
+from paceline.servers.protocol.message import call_server
 from paceline.servers.protocol.parameters import FillUnit, LoadMemories, PlanShard, ReadMemories
-from paceline.servers.protocol.plans import write
+from paceline.servers.protocol.plans import pack_plan
 from paceline.servers.protocol.recovery import LoadShard, ReadShard
 from paceline.servers.worker.link import ServerLink
 from paceline.servers.worker.replication import ServerReplication
-from paceline.servers.worker.units import packed, part, rows, whole
-from paceline.state.snapshot import loads, pack
+from paceline.servers.worker.transfer_units import (
+    bytes_to_tensor,
+    join_memories,
+    select_rows,
+    slice_memory,
+)
+from paceline.state.snapshot import make_snapshot, snapshot_from_bytes
 from paceline.sync.base import check_strategy
 
 
-def fill(link: ServerLink, memories: Sequence[Mapping[str, Any]]) -> None:
+def fill_servers(link: ServerLink, memories: Sequence[Mapping[str, Any]]) -> None:
     """Fill servers with this worker's parameters, and with their optimizer state."""
     for unit in link.layout.units:
         for piece, view in unit.members:
-            view.copy_(rows(link.slots[piece.slot].parameter.detach(), piece))
-        link.connections.tell(unit.server, FillUnit(unit.number, unit.flat), link.seconds)
-    for server, plan in enumerate(link.plans):
+            view.copy_(select_rows(link.slots[piece.slot].parameter.detach(), piece))
+        link.connections.tell_all_copies(
+            unit.server, FillUnit(unit.number, unit.flat), link.deadline
+        )
+    for server, plan in enumerate(link.shard_plans):
         shard_memories = [
-            part(memories[piece.slot], piece, link.slots[piece.slot].parameter)
+            slice_memory(memories[piece.slot], piece, link.slots[piece.slot].parameter)
             for piece in plan.pieces
         ]
-        link.connections.tell(
-            server, LoadMemories(packed(pack({"memories": shard_memories}).dumps())), link.seconds
+        link.connections.tell_all_copies(
+            server,
+            LoadMemories(bytes_to_tensor(make_snapshot({"memories": shard_memories}).to_bytes())),
+            link.deadline,
         )
 
 
-def copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
+def fill_copy(link: ServerLink, shard: int, caller: RpcClient) -> Iterator[None]:
     """Fill a new copy of a shard from a copy that is alive. Yields after each message.
 
     `caller` is the connection to the new copy.
     """
-    state = link.connections.ask(shard, ReadShard(), link.seconds)
-    call(caller, PlanShard(packed(write(link.plans[shard]))), link.seconds)
+    state = link.connections.ask_shard(shard, ReadShard(), link.deadline)
+    call_server(
+        caller, PlanShard(bytes_to_tensor(pack_plan(link.shard_plans[shard]))), link.deadline
+    )
     yield
-    call(caller, LoadShard(state.chunks), link.seconds)
+    call_server(caller, LoadShard(state.chunks), link.deadline)
     yield
 
 
-def memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
+def read_memories(link: ServerLink, slots: int) -> list[dict[str, Any]]:
     """Read the optimizer state of each parameter from the servers."""
     by_slot: list[list[tuple[RowRange, dict[str, Any]]]] = [[] for _ in range(slots)]
-    for server, plan in enumerate(link.plans):
-        body = link.connections.ask(server, ReadMemories(), link.seconds).packed.numpy().tobytes()
-        for piece, memory in zip(plan.pieces, loads(body).unpack()["memories"], strict=True):
+    for server, plan in enumerate(link.shard_plans):
+        body = (
+            link.connections.ask_shard(server, ReadMemories(), link.deadline)
+            .packed.numpy()
+            .tobytes()
+        )
+        for piece, memory in zip(
+            plan.pieces, snapshot_from_bytes(body).unpack_state()["memories"], strict=True
+        ):
             by_slot[piece.slot].append((piece, memory))
-    return [whole(pieces) for pieces in by_slot]
+    return [join_memories(pieces) for pieces in by_slot]
 
 
-def saved(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
+def find_saved_memories(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
     """Find the optimizer state of all parameters in a checkpoint, among the states of all workers.
 
     Raises `UsageError` if another strategy or model wrote it.
@@ -76,7 +93,7 @@ def saved(states: Sequence[Mapping[str, Any]], slots: int) -> list[Any] | None:
     return saved_memories
 
 
-def replication(link: ServerLink, endpoints: ServerEndpoints) -> ServerReplication | None:
+def make_replication(link: ServerLink, endpoints: ServerEndpoints) -> ServerReplication | None:
     """Make the object that replaces lost servers by copies; None if no copy can be started.
 
     Raises `UsageError` if `replicas` asks for copies and none can be started.
@@ -84,7 +101,7 @@ def replication(link: ServerLink, endpoints: ServerEndpoints) -> ServerReplicati
     replicas = link.options.replicas
     if endpoints.pool is not None:
         return ServerReplication(
-            link.context, endpoints.pool, link.connections, replicas, fill=partial(copy, link)
+            link.context, endpoints.pool, link.connections, replicas, fill=partial(fill_copy, link)
         )
     if replicas > 1:
         raise UsageError(

@@ -69,7 +69,7 @@ def scaling(
         raise UsageError(
             "give a training script, or with --read the folders of runs, one of the two"
         )
-    beside = [name for name in ctx.params if name != "read" and _given(ctx, name)]
+    beside = [name for name in ctx.params if name != "read" and _is_given(ctx, name)]
     if read and beside:
         raise UsageError(
             f"--read runs nothing, so --{beside[0].replace('_', '-')} has no meaning beside it: "
@@ -79,24 +79,24 @@ def scaling(
     from paceline.lab import description
 
     if script is None:
-        typer.echo(bench.compare(read or []))
+        typer.echo(bench.compare_runs(read or []))
         raise typer.Exit
     asked = bench.ScalingRequest(
         str(script),
         tuple(args or ()),
-        bench.numbers(workers),
+        bench.parse_worker_counts(workers),
         kind or ("both" if batch_option else "strong"),
         batch_option,
         rounds,
         steps,
         seconds,
-        None if lab is None else description.find(lab),
+        None if lab is None else description.find_cluster(lab),
         threads,
         sync,
         folder,
     )
     try:
-        code = bench.measure(
+        code = bench.measure_scaling(
             asked, typer.echo, lambda text: typer.echo(f"paceline: {text}", err=True)
         )
     except KeyboardInterrupt:
@@ -104,7 +104,7 @@ def scaling(
     raise typer.Exit(code)
 
 
-def _given(ctx: typer.Context, name: str) -> bool:
+def _is_given(ctx: typer.Context, name: str) -> bool:
     """Whether an option was written on the command line."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"

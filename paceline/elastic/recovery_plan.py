@@ -38,10 +38,10 @@ class WorkerProgress:
     origin: int
     calls: int = 0
     turn: int = 0
-    asked: int = 0
-    admits: bool = False
+    answers_since_call: int = 0
+    is_admitting: bool = False
 
-    def dump(self) -> list[int]:
+    def to_list(self) -> list[int]:
         """List of the fields, for `WorkerProgress(*fields)`."""
         return list(astuple(self))
 
@@ -65,16 +65,16 @@ class RecoveryPlan:
 
     members: tuple[int, ...]
     origins: tuple[int, ...]
-    fresh: tuple[int, ...]
+    new_workers: tuple[int, ...]
     calls: int
     behind: frozenset[int]
-    teller: int
-    turn: int
-    asked: int = 0
-    admits: bool = False
+    result_sender: int
+    failed_turn: int
+    repeated_answers: int = 0
+    is_admitting: bool = False
 
 
-def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
+def make_recovery_plan(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
     """Make the plan of the remaining workers from their progress.
 
     Raises `WorkerLost` if none of them has the state. Raises `Mismatch` if their calls differ by
@@ -98,9 +98,9 @@ def decide(reaches: Mapping[int, WorkerProgress]) -> RecoveryPlan:
     origins = tuple(with_state[worker].origin for worker in members)
     turn, asked = (
         max(with_state[worker].turn for worker in ahead),
-        max(with_state[worker].asked for worker in ahead),
+        max(with_state[worker].answers_since_call for worker in ahead),
     )
-    admits = bool(new_workers) or any(with_state[worker].admits for worker in ahead)
+    admits = bool(new_workers) or any(with_state[worker].is_admitting for worker in ahead)
     return RecoveryPlan(
         members,
         origins,

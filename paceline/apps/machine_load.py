@@ -10,8 +10,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-BUSY = 0.1  # of what is needed: when others take so much of it, they disturb
-_TICKS = (0, 1, 2, 5, 6, 7)  # of a line in /proc/stat: user, nice, system, irq, softirq, steal
+MAX_OTHER_SHARE = 0.1  # of what is needed: when others take so much of it, they disturb
+_BUSY_COLUMNS = (
+    0,
+    1,
+    2,
+    5,
+    6,
+    7,
+)  # of a line in /proc/stat: user, nice, system, irq, softirq, steal
 
 
 class ClockReading(NamedTuple):
@@ -22,7 +29,7 @@ class ClockReading(NamedTuple):
     ours: float  # of this process and the children that have ended
 
 
-def read() -> ClockReading | None:
+def read_clocks() -> ClockReading | None:
     """Read the clocks; None where the kernel doesn't tell."""
     try:
         text = Path("/proc/stat").read_text(encoding="ascii")
@@ -31,11 +38,11 @@ def read() -> ClockReading | None:
         return None
     used = os.times()
     return ClockReading(
-        time.monotonic(), busy(text, mine) / os.sysconf("SC_CLK_TCK"), sum(used[:4])
+        time.monotonic(), count_busy_ticks(text, mine) / os.sysconf("SC_CLK_TCK"), sum(used[:4])
     )
 
 
-def busy(text: str, cores: Iterable[int]) -> int:
+def count_busy_ticks(text: str, cores: Iterable[int]) -> int:
     """Count the ticks that these cores have worked, in the text of /proc/stat."""
     names = {f"cpu{core}" for core in cores}
     lines = [line.split() for line in text.splitlines() if line.startswith("cpu")]
@@ -43,12 +50,12 @@ def busy(text: str, cores: Iterable[int]) -> int:
         int(words[1 + tick])
         for words in lines
         if words[0] in names
-        for tick in _TICKS
+        for tick in _BUSY_COLUMNS
         if len(words) > 1 + tick
     )
 
 
-def others(before: ClockReading | None, after: ClockReading | None) -> float:
+def compute_other_load(before: ClockReading | None, after: ClockReading | None) -> float:
     """Mean number of cores that other programs kept busy between two readings; 0 if unknown."""
     if before is None or after is None or after.now <= before.now:
         return 0.0
@@ -57,8 +64,8 @@ def others(before: ClockReading | None, after: ClockReading | None) -> float:
     )
 
 
-def crowded(taken: float, needed: int, there: int) -> bool:
+def is_crowded(taken: float, needed: int, there: int) -> bool:
     """Whether others that keep so many cores busy leave less than `needed` of those that are
     `there` (with a quota these are more).
     """
-    return there - taken < (1 - BUSY) * needed
+    return there - taken < (1 - MAX_OTHER_SHARE) * needed

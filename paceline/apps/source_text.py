@@ -25,10 +25,10 @@ LEFT_OUT = {
     "__pycache__",
     "config",
 }
-VALIDATION = 10  # one file in so many
+VALIDATION_INTERVAL = 10  # one file in so many
 
 
-def sources(folder: Path | None = None) -> list[Path]:
+def list_sources(folder: Path | None = None) -> list[Path]:
     """List the .py files under `folder` (default: Python's standard library without its tests),
     in an order that is the same everywhere.
     """
@@ -41,18 +41,20 @@ def sources(folder: Path | None = None) -> list[Path]:
     return sorted(files, key=lambda path: path.relative_to(root).as_posix())
 
 
-def split(files: list[Path]) -> tuple[list[Path], list[Path]]:
+def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:
     """Split into train and validation files; where a file goes depends on its name only, so that
     no text is ever in both.
     """
     validation = [
-        path for path in files if hashlib.sha256(path.name.encode()).digest()[0] % VALIDATION == 0
+        path
+        for path in files
+        if hashlib.sha256(path.name.encode()).digest()[0] % VALIDATION_INTERVAL == 0
     ]
     kept = set(validation)
     return [path for path in files if path not in kept], validation
 
 
-def read(files: list[Path], *, limit: int | None = None) -> Tensor:
+def read_tokens(files: list[Path], *, limit: int | None = None) -> Tensor:
     """Read the bytes of the files one after the other, as uint8 tokens; `limit` stops after so
     many.
     """
@@ -89,16 +91,16 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return cut[:-1], cut[1:]
 
 
-def datasets(
+def make_datasets(
     context: int, *, folder: Path | None = None, limit: int | None = None
 ) -> tuple[Windows, Windows]:
     """Make train and validation windows of `context` tokens; `limit` bounds the bytes of each."""
-    train, validation = split(sources(folder))
-    return Windows(read(train, limit=limit), context), Windows(
-        read(validation, limit=limit), context
+    train, validation = split_files(list_sources(folder))
+    return Windows(read_tokens(train, limit=limit), context), Windows(
+        read_tokens(validation, limit=limit), context
     )
 
 
-def decode(tokens: Tensor) -> str:
+def decode_tokens(tokens: Tensor) -> str:
     """Decode byte tokens as text."""
     return bytes(tokens.tolist()).decode(errors="replace")

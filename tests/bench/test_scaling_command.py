@@ -9,13 +9,13 @@ import pytest
 import typer
 from typer.main import get_command
 
-from paceline.bench import command, scaling
+from paceline.bench import scaling, scaling_command
 from paceline.errors import UsageError
 
 
 def call(*words: str) -> None:
     app = typer.Typer()
-    app.command()(command.scaling)
+    app.command()(scaling_command.scaling)
     get_command(app).main(list(words), standalone_mode=False)
 
 
@@ -46,7 +46,9 @@ def test_a_request_has_what_was_written(
     words: tuple[str, ...], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(scaling, "measure", lambda request, show, note: asked.append(request) or 0)
+    monkeypatch.setattr(
+        scaling, "measure_scaling", lambda request, show, note: asked.append(request) or 0
+    )
     call(
         "train.py",
         "--workers",

@@ -23,66 +23,84 @@ class WorkerClocks:
     """
 
     def __init__(self, clocks: dict[int, int] | None = None) -> None:
-        self.of: dict[int, int] = clocks or {}
+        self.completed_turns: dict[int, int] = clocks or {}
         # By optimizer and worker that went on while its step was open: its turns before that one.
-        self._open: dict[tuple[int, int], int] = {}
+        self._turns_before_open_step: dict[tuple[int, int], int] = {}
 
-    def check(self, worker: int) -> None:
+    def check_takes_turns(self, worker: int) -> None:
         """Raise `Mismatch` for a worker that takes no turns, if other workers take turns."""
-        if self.of and worker not in self.of:
+        if self.completed_turns and worker not in self.completed_turns:
             raise Mismatch(f"worker {worker} takes no turns here")
 
-    def tick(self, worker: int, clock: int) -> None:
+    def complete_turn(self, worker: int, clock: int) -> None:
         """Record that a worker has completed turn `clock`."""
-        if clock != self.of[worker] + 1:
+        if clock != self.completed_turns[worker] + 1:
             raise Mismatch(
-                f"worker {worker} can't come to turn {clock} after turn {self.of[worker]}"
+                f"worker {worker} can't come to turn {clock} after turn "
+                f"{self.completed_turns[worker]}"
             )
-        self.of[worker] = clock
+        self.completed_turns[worker] = clock
 
-    def lose(self, survivors: Collection[int]) -> None:
+    def remove_lost_workers(self, survivors: Collection[int]) -> None:
         """Go on with the survivors alone."""
-        self.of = {worker: clock for worker, clock in self.of.items() if worker in survivors}
+        self.completed_turns = {
+            worker: clock for worker, clock in self.completed_turns.items() if worker in survivors
+        }
 
-    def part(self, optimizer: int, worker: int) -> None:
+    def leave_step_open(self, optimizer: int, worker: int) -> None:
         """Record that a worker goes on before the optimizer's step with its gradient is made."""
-        self._open[optimizer, worker] = self.of[worker]
+        self._turns_before_open_step[optimizer, worker] = self.completed_turns[worker]
 
-    def join(self, optimizer: int, workers: Iterable[int]) -> None:
+    def record_step(self, optimizer: int, workers: Iterable[int]) -> None:
         """Record that the optimizer's step with the gradients of these workers is made."""
         for worker in workers:
-            self._open.pop((optimizer, worker), None)
+            self._turns_before_open_step.pop((optimizer, worker), None)
 
-    def whole(self, worker: int) -> int:
+    def count_turns_in_steps(self, worker: int) -> int:
         """Count the turns of a worker whose gradients are all in steps."""
         return min(
             [
-                self.of[worker],
-                *(before for (_, other), before in self._open.items() if other == worker),
+                self.completed_turns[worker],
+                *(
+                    before
+                    for (_, other), before in self._turns_before_open_step.items()
+                    if other == worker
+                ),
             ]
         )
 
-    def slowest(self, running: Collection[int]) -> int:
+    def find_slowest_clock(self, running: Collection[int]) -> int:
         """Get the smallest clock among the running workers."""
-        return min(map(self.whole, running), default=max(self.of.values(), default=0))
+        return min(
+            map(self.count_turns_in_steps, running),
+            default=max(self.completed_turns.values(), default=0),
+        )
 
-    def lead(self, worker: int, running: Collection[int]) -> int:
+    def compute_lead(self, worker: int, running: Collection[int]) -> int:
         """Count the turns by which a worker is ahead of the slowest."""
-        return self.of[worker] - self.slowest(running)
+        return self.completed_turns[worker] - self.find_slowest_clock(running)
 
-    def may(self, worker: int, running: Collection[int], bound: float) -> bool:
+    def may_begin_turn(self, worker: int, running: Collection[int], bound: float) -> bool:
         """Whether a worker is at most `bound` turns ahead, so that it may begin its next turn."""
-        return self.lead(worker, running) <= bound
+        return self.compute_lead(worker, running) <= bound
 
-    def behind(self, worker: int, running: Collection[int]) -> list[tuple[int, int]]:
+    def list_slowest_workers(self, worker: int, running: Collection[int]) -> list[tuple[int, int]]:
         """List the slowest of the other workers, which this one waits for, with their clocks."""
-        slowest = self.slowest(running)
-        others = [(other, self.whole(other)) for other in sorted(running) if other != worker]
+        slowest = self.find_slowest_clock(running)
+        others = [
+            (other, self.count_turns_in_steps(other))
+            for other in sorted(running)
+            if other != worker
+        ]
         return [(other, clock) for other, clock in others if clock == slowest]
 
-    def stuck(self, arrived: Collection[int], running: Collection[int], bound: float) -> bool:
+    def are_all_blocked(
+        self, arrived: Collection[int], running: Collection[int], bound: float
+    ) -> bool:
         """Whether every worker that has arrived at a step would exceed the bound with that step."""
         # Once the step is made, each of its workers has one more turn in steps.
-        clocks = {worker: self.whole(worker) + (worker in arrived) for worker in running}
+        clocks = {
+            worker: self.count_turns_in_steps(worker) + (worker in arrived) for worker in running
+        }
         slowest = min(clocks.values(), default=0)
         return all(worker in clocks and clocks[worker] - slowest > bound for worker in arrived)

@@ -35,12 +35,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.comm.agreement import CallDiscarded
 from paceline.comm.rpc import RpcClient
-from paceline.errors import LOSSES, UsageError
+from paceline.errors import RECOVERABLE_ERRORS, UsageError
 from paceline.servers.process.endpoints import ServerPool
 from paceline.servers.protocol import rows
-from paceline.servers.protocol.message import Acknowledged, Request, SentRequest, call, send
+from paceline.servers.protocol.message import (
+    Acknowledged,
+    Request,
+    SentRequest,
+    call_server,
+    send_request,
+)
 from paceline.servers.protocol.samples import StepAssignment
-from paceline.servers.tables.client import Step, TableClient, TableGradient, TableServers
+from paceline.servers.tables.client import TableClient, TableGradient, TableServers, TableStep
 from paceline.servers.worker.connections import ServerTraffic
 from paceline.servers.worker.replication import ServerReplication
 from paceline.sync.context import SyncContext
@@ -59,7 +65,7 @@ class OwnedTable(Protocol):
         """Settings of the table's parameter group as they are now."""
         ...
 
-    def gradient(self) -> TableGradient:
+    def take_gradient(self) -> TableGradient:
         """Merge this worker's gradients for the next step."""
         ...
 
@@ -73,13 +79,13 @@ class PerWorkerRowSteps:
 
     def __init__(self, link: ServerLink) -> None:
         self._link = link
-        self._library: TableServers | None = None
-        self._owned: Callable[[Any], Sequence[OwnedTable]] = lambda optimizer: ()
+        self._servers: TableServers | None = None
+        self._get_owned_tables: Callable[[Any], Sequence[OwnedTable]] = lambda optimizer: ()
         # By optimizer: this worker's gradients for its next step, one for each table.
-        self._found: dict[int, list[TableGradient]] = {}
-        self._held: set[int] = set()
+        self._next_gradients: dict[int, list[TableGradient]] = {}
+        self._pushed_optimizers: set[int] = set()
 
-    def open(
+    def open_tables(
         self,
         library: TableServers,
         owned: Callable[[Any], Sequence[OwnedTable]],
@@ -93,16 +99,16 @@ class PerWorkerRowSteps:
             optimizers: All optimizers of the run.
         """
         link = self._link
-        self._library, self._owned = library, owned
-        library.unlock(alone=link.alone)
-        library.wires.follow(link.context.cancel_scope)
+        self._servers, self._get_owned_tables = library, owned
+        library.leave_lockstep(alone=link.is_asynchronous)
+        library.connections.set_cancel_scope(link.context.cancel_scope)
         for optimizer in optimizers:
             # Optimizers of tables alone are unknown to the link, and get the next numbers.
             if owned(optimizer) and all(other is not optimizer for other in link.optimizers):
                 link.optimizers.append(optimizer)
                 link.steps_taken.append(0)
         for optimizer, steps in zip(link.optimizers, link.steps_taken, strict=True):
-            late = [table.lookup.name for table in owned(optimizer) if not table.lookup.steps]
+            late = [table.lookup.name for table in owned(optimizer) if not table.lookup.steps_made]
             if steps and late:
                 raise UsageError(
                     f"the sparse table {late[0]} was added to an optimizer that has stepped "
@@ -110,16 +116,16 @@ class PerWorkerRowSteps:
                     "prepare all tables of an optimizer before its first step"
                 )
 
-    def has(self, optimizer: Any) -> bool:
+    def steps_tables(self, optimizer: Any) -> bool:
         """Whether this optimizer steps any table."""
-        return bool(self._owned(optimizer))
+        return bool(self._get_owned_tables(optimizer))
 
-    def _tables(self, number: int) -> Sequence[OwnedTable]:
-        return self._owned(self._link.optimizers[number])
+    def _get_tables(self, number: int) -> Sequence[OwnedTable]:
+        return self._get_owned_tables(self._link.optimizers[number])
 
     # ---- gradients
 
-    def offer(self, optimizer: Any) -> None:
+    def offer_gradients(self, optimizer: Any) -> None:
         """Take the gradients of an optimizer's tables for its next step.
 
         Raises `UsageError` if they have changed since run.clip.
@@ -127,65 +133,70 @@ class PerWorkerRowSteps:
         number = next(
             index for index, other in enumerate(self._link.optimizers) if other is optimizer
         )
-        gradients = [table.gradient() for table in self._tables(number)]
-        if number in self._held and any(
-            _other(pushed, new) for pushed, new in zip(self._found[number], gradients, strict=True)
+        gradients = [table.take_gradient() for table in self._get_tables(number)]
+        if number in self._pushed_optimizers and any(
+            _is_different(pushed, new)
+            for pushed, new in zip(self._next_gradients[number], gradients, strict=True)
         ):
             raise UsageError(
                 "the gradients of a sparse table have changed since run.clip, which had sent them "
                 "to servers: call backward before run.clip"
             )
-        self._found[number] = gradients
+        self._next_gradients[number] = gradients
 
-    def hold(self, number: int) -> None:
+    def push_gradients(self, number: int) -> None:
         """Push this worker's gradients for an optimizer's next step, unless servers have them.
 
         Returns when all servers have them.
         """
-        tables, library = self._tables(number), self._library
-        if not tables or library is None or number in self._held:
+        tables, library = self._get_tables(number), self._servers
+        if not tables or library is None or number in self._pushed_optimizers:
             return
-        self._found[number] = self._found.get(number) or [table.gradient() for table in tables]
-        after = tables[0].lookup.steps
-        for sent in library.spread(
-            self._steps(number, tables), lambda gradients: rows.HoldRows(gradients, after)
+        self._next_gradients[number] = self._next_gradients.get(number) or [
+            table.take_gradient() for table in tables
+        ]
+        after = tables[0].lookup.steps_made
+        for sent in library.send_gradients(
+            self._make_table_steps(number, tables),
+            lambda gradients: rows.HoldRows(gradients, after),
         ):
-            library.wait(sent)
-        self._held.add(number)
+            library.await_answer(sent)
+        self._pushed_optimizers.add(number)
 
-    def _steps(
+    def _make_table_steps(
         self, number: int, tables: Sequence[OwnedTable]
     ) -> list[tuple[TableClient, TableGradient, dict[str, Any]]]:
         return [
             (table.lookup, gradient, table.settings)
-            for table, gradient in zip(tables, self._found[number], strict=True)
+            for table, gradient in zip(tables, self._next_gradients[number], strict=True)
         ]
 
     # ---- steps
 
-    def apply(self, number: int) -> list[SentRequest[Acknowledged]]:
+    def apply_gradients(self, number: int) -> list[SentRequest[Acknowledged]]:
         """Make a step with this worker's gradients alone. Returns the requests.
 
         The learning rate is in proportion to the worker's share of a global batch.
         """
         tables, library, part = (
-            self._tables(number),
-            self._library,
+            self._get_tables(number),
+            self._servers,
             self._link.context.step_state.share_of_step,
         )
         if not tables or library is None:
             return []
         # Gradients are weighted by the share already: the learning rate has it instead.
         factor = 1.0 / part if part else 0.0
-        sent = library.spread(
-            self._steps(number, tables), lambda gradients: rows.ApplyRows(gradients, factor, part)
+        sent = library.send_gradients(
+            self._make_table_steps(number, tables),
+            lambda gradients: rows.ApplyRows(gradients, factor, part),
         )
-        del self._found[number]
+        del self._next_gradients[number]
         for table in tables:
-            table.lookup.advance()
+            table.lookup.advance_step()
         return sent
 
-    def close(
+    def close_step(
         self, number: int, step: int, found: StepAssignment, part: float
     ) -> list[SentRequest[Acknowledged]]:
         """Make a step with the mean gradient of its workers. Returns the requests.
@@ -196,26 +207,26 @@ class PerWorkerRowSteps:
             found: The scheduler's answer, with the workers of the step and their total share.
             part: Factor of the learning rate.
         """
-        tables, library, seconds = self._tables(number), self._library, self._link.seconds
+        tables, library, seconds = self._get_tables(number), self._servers, self._link.deadline
         if not tables or library is None:
             return []
         numbers = tuple(table.lookup.number for table in tables)
         request = rows.CloseRowStep(numbers, step, found.workers, 1.0 / found.parts, part)
-        sent = [send(caller, request, seconds) for caller in library.wires.callers]
-        self.go(number, step)
+        sent = [send_request(caller, request, seconds) for caller in library.connections.callers]
+        self.advance_tables(number, step)
         return sent
 
-    def go(self, number: int, step: int) -> None:
+    def advance_tables(self, number: int, step: int) -> None:
         """Go on from this step of an optimizer.
 
         This worker's pushed gradients are in it, in a later step, or dropped.
         """
         # Gradients that were not pushed are for the next step, and stay.
-        if number in self._held:
-            self._held.remove(number)
-            del self._found[number]
-        for table in self._tables(number):
-            table.lookup.advance(max(step, table.lookup.steps))
+        if number in self._pushed_optimizers:
+            self._pushed_optimizers.remove(number)
+            del self._next_gradients[number]
+        for table in self._get_tables(number):
+            table.lookup.advance_step(max(step, table.lookup.steps_made))
 
 
 class LockstepRowSteps:
@@ -227,107 +238,107 @@ class LockstepRowSteps:
     """
 
     def __init__(self, library: TableServers, pool: ServerPool) -> None:
-        self._library = library
+        self._servers = library
         self.copies = ServerReplication(
             library.context,
             pool,
-            library.wires,
+            library.connections,
             library.replicas,
-            fill=self._fill,
+            fill=self._fill_copy,
             kind="table server",
         )
-        self._workers: list[int] = []  # the workers whose gradients make the next step
+        self._settled_workers: list[int] = []  # the workers whose gradients make the next step
         # By number of a table that has stepped in this turn: its steps when the turn began.
-        self._floors: dict[int, int] = {}
-        self.within = False  # whether a turn of training is under way
+        self._steps_at_turn_start: dict[int, int] = {}
+        self.is_in_turn = False  # whether a turn of training is under way
 
     # ---- a step
 
-    def settle(self, steps: Sequence[Step]) -> None:
+    def settle_gradients(self, steps: Sequence[TableStep]) -> None:
         """Push the gradients of the next step, and agree that all of them are on all servers.
 
         Raises `CallDiscarded` on all workers if a loss came before.
         """
-        library, agreement = self._library, self._library.context.agreement
+        library, agreement = self._servers, self._servers.context.agreement
         if library.context.step_state.exchange_closed:
             raise CallDiscarded("a worker was lost in this turn")
 
         def act() -> list[int]:
-            for sent in library.spread(
+            for sent in library.send_gradients(
                 steps, lambda gradients: rows.PushRows(gradients, (), decided=True)
             ):
-                library.wait(sent)
+                library.await_answer(sent)
             return list(agreement.origins)
 
-        self._workers = agreement.settle_call(act, "optimizer.step", apart=True)
+        self._settled_workers = agreement.settle_call(act, "optimizer.step", apart=True)
 
-    def make(self, tables: Sequence[TableClient]) -> None:
+    def make_steps(self, tables: Sequence[TableClient]) -> None:
         """Make the step that was settled."""
-        if not self.within:
-            self._floors.clear()
+        if not self.is_in_turn:
+            self._steps_at_turn_start.clear()
         steps = []
         for lookup in tables:
-            floor = self._floors.setdefault(lookup.number, lookup.steps)
-            steps.append(rows.DecidedRowStep(lookup.number, lookup.steps + 1, floor))
-        self._everywhere(
+            floor = self._steps_at_turn_start.setdefault(lookup.number, lookup.steps_made)
+            steps.append(rows.DecidedRowStep(lookup.number, lookup.steps_made + 1, floor))
+        self._tell_all_servers(
             rows.MakeRowSteps(
-                tuple(steps), tuple(self._workers), self._library.context.agreement.calls
+                tuple(steps), tuple(self._settled_workers), self._servers.context.agreement.calls
             )
         )
         for lookup in tables:
-            lookup.advance()
+            lookup.advance_step()
 
-    def _everywhere(self, request: Request[Acknowledged]) -> None:
+    def _tell_all_servers(self, request: Request[Acknowledged]) -> None:
         """Send a request to all servers, and wait for the answers of the ones that are alive.
 
         The next collective call notices a lost server.
         """
-        library, all_sent = self._library, list[SentRequest[Acknowledged]]()
+        library, all_sent = self._servers, list[SentRequest[Acknowledged]]()
 
         def act() -> None:
-            for caller in library.wires.callers:
-                with contextlib.suppress(*LOSSES):
-                    all_sent.append(send(caller, request, library.context.deadline))
+            for caller in library.connections.callers:
+                with contextlib.suppress(*RECOVERABLE_ERRORS):
+                    all_sent.append(send_request(caller, request, library.context.deadline))
             for sent in all_sent:
-                with contextlib.suppress(*LOSSES):
-                    library.wait(sent)
+                with contextlib.suppress(*RECOVERABLE_ERRORS):
+                    library.await_answer(sent)
 
         library.context.agreement.wait_for_some(act, "optimizer.step")
 
-    def begin(self) -> None:
+    def begin_turn(self) -> None:
         """Begin a turn."""
-        self.within = True
-        self._floors.clear()
+        self.is_in_turn = True
+        self._steps_at_turn_start.clear()
 
-    def commit(self) -> None:
+    def commit_turn(self) -> None:
         """End a turn, and take in copies of servers that have begun.
 
         Collective, if any are being started.
         """
-        self.within = False
-        self._floors.clear()
-        self.copies.renew()
+        self.is_in_turn = False
+        self._steps_at_turn_start.clear()
+        self.copies.fill_new_copies()
 
-    def back(self) -> None:
+    def undo_turn(self) -> None:
         """Undo the turn on the servers, as its samples are dealt again."""
-        library, floors = self._library, self._floors
+        library, floors = self._servers, self._steps_at_turn_start
         if floors:
-            self._everywhere(
+            self._tell_all_servers(
                 rows.RollBackRows(tuple(floors.items()), library.context.agreement.calls)
             )
         for lookup in library.tables:
-            lookup.discard_ahead(floors.get(lookup.number))
-        for caller in library.wires.callers:
+            lookup.discard_prefetched(floors.get(lookup.number))
+        for caller in library.connections.callers:
             caller.forget_messages()
         floors.clear()
 
     # ---- other workers, other servers
 
-    def layout(self) -> Any:
+    def join_info(self) -> Any:
         """Facts that a joining worker needs, as JSON values."""
         return {
             "room": self.copies.pool.join_info(),
-            "tables": [[lookup.steps, lookup.spec.seed] for lookup in self._library.tables],
+            "tables": [[lookup.steps_made, lookup.spec.seed] for lookup in self._servers.tables],
         }
 
     def regroup(self, context: SyncContext, layout: Any) -> None:
@@ -335,37 +346,41 @@ class LockstepRowSteps:
 
         Collective. Raises `StateLost` if no copy of a shard is left.
         """
-        library = self._library
-        context.extra_groups.append(ServerTraffic(library.wires))
+        library = self._servers
+        context.extra_groups.append(ServerTraffic(library.connections))
         if layout is not None:
-            self._enter(layout)
-        self.copies.survey(context)
+            self._join_workers(layout)
+        self.copies.agree_on_losses(context)
         for lookup in library.tables:
-            lookup.discard_ahead()
+            lookup.discard_prefetched()
 
-    def _enter(self, layout: Any) -> None:
+    def _join_workers(self, layout: Any) -> None:
         """Take over the servers and steps of the other workers, after a worker has joined.
 
         All workers call it; only the new one has anything to change.
         """
-        library = self._library
-        library.enter(self.copies.pool.join(layout["room"]))
+        library = self._servers
+        library.use_servers(self.copies.pool.join_pool(layout["room"]))
         for lookup, (steps, seed) in zip(library.tables, layout["tables"], strict=True):
-            lookup.place(steps, seed)
+            lookup.set_position(steps, seed)
 
-    def _fill(self, shard: int, caller: RpcClient) -> Iterator[None]:
+    def _fill_copy(self, shard: int, caller: RpcClient) -> Iterator[None]:
         """Fill a new copy of a shard from the present ones. Yields after each message."""
-        library, seconds = self._library, self._library.context.deadline
+        library, seconds = self._servers, self._servers.context.deadline
         for lookup in library.tables:
-            state = library.call(shard, rows.DescribeTable(lookup.number))
-            call(caller, rows.CopyTable(lookup.number, shard, library.shards, state), seconds)
+            state = library.ask_shard(shard, rows.DescribeTable(lookup.number))
+            call_server(
+                caller, rows.CopyTable(lookup.number, shard, library.shard_count, state), seconds
+            )
             yield
-            for piece in lookup.pieces(shard):
-                call(caller, rows.LoadRows(lookup.number, piece.names, piece.tensors), seconds)
+            for piece in lookup.read_shard(shard):
+                call_server(
+                    caller, rows.LoadRows(lookup.number, piece.names, piece.tensors), seconds
+                )
                 yield
 
 
-def _other(one: TableGradient, two: TableGradient) -> bool:
+def _is_different(one: TableGradient, two: TableGradient) -> bool:
     # Gradients are merged anew for each step, so tensors without rows may differ as objects.
     return one.used != two.used or (
         one.values is not two.values and bool(len(one.ids) or len(two.ids))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.apps import text
+from paceline.apps import source_text
 from paceline.errors import DataError
 
 
@@ -21,28 +21,28 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_every_file_is_in_one_part(folder: Path) -> None:
-    files = text.sources(folder)
-    train, validation = text.split(files)
+    files = source_text.list_sources(folder)
+    train, validation = source_text.split_files(files)
     assert len(files) == 40 and sorted(train + validation) == sorted(files)
     assert train and validation and not set(train) & set(validation)
 
 
 @pytest.mark.slow
 def test_the_standard_library_is_there_and_stays_the_same() -> None:
-    files = text.sources()
-    assert len(files) > 100 and files == text.sources()
+    files = source_text.list_sources()
+    assert len(files) > 100 and files == source_text.list_sources()
     assert {"argparse.py", "ast.py"} <= {path.name for path in files}
 
 
 def test_the_split_does_not_depend_on_other_files(folder: Path) -> None:
-    _, before = text.split(text.sources(folder))
+    _, before = source_text.split_files(source_text.list_sources(folder))
     (folder / "a_new_one.py").write_text("x")
-    _, after = text.split(text.sources(folder))
+    _, after = source_text.split_files(source_text.list_sources(folder))
     assert set(before) <= set(after)
 
 
 def test_windows_cover_the_text_once() -> None:
-    windows = text.Windows(torch.arange(100, dtype=torch.uint8), context=9)
+    windows = source_text.Windows(torch.arange(100, dtype=torch.uint8), context=9)
     assert len(windows) == 11
     assert torch.cat([windows[i][0] for i in range(11)]).tolist() == list(range(99))
     assert torch.cat([windows[i][1] for i in range(11)]).tolist() == list(range(1, 100))
@@ -52,17 +52,17 @@ def test_windows_cover_the_text_once() -> None:
 
 
 def test_limit_and_decode(folder: Path) -> None:
-    tokens = text.read(text.sources(folder), limit=50)
+    tokens = source_text.read_tokens(source_text.list_sources(folder), limit=50)
     assert tokens.numel() == 50 and tokens.dtype == torch.uint8
-    assert text.decode(tokens) == "0" * 50
+    assert source_text.decode_tokens(tokens) == "0" * 50
 
 
 def test_too_little_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no \.py files under"):
-        text.sources(tmp_path)
+        source_text.list_sources(tmp_path)
     with pytest.raises(
         DataError, match=r"0 tokens are too few for windows of 64: give more text \(one file in ten"
     ):
-        text.Windows(text.read([]), 64)
+        source_text.Windows(source_text.read_tokens([]), 64)
     with pytest.raises(DataError, match="too few for windows of 64"):
-        text.Windows(torch.zeros(64, dtype=torch.uint8), 64)
+        source_text.Windows(torch.zeros(64, dtype=torch.uint8), 64)
