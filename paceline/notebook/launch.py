@@ -1,5 +1,4 @@
-"""`pl.launch`: start workers from a notebook or script; each calls a function and returns its
-result.
+"""`pl.launch`: start workers from a notebook or script, and collect the results of a function.
 
 `with pl.start() as run:` in the function joins the workers, as it does in a script that `paceline
 run` starts.

@@ -89,11 +89,11 @@ class NotebookBar:
         """Do nothing: each step is shown at once, because they arrive seldom."""
 
     def at(self, epoch: tuple[int, int] | None) -> None:
-        """Set the epoch that is shown from the next step on."""
+        """Set the epoch that is shown from the next line on."""
         self._epoch = epoch
 
     def late(self, latest: RankLateness, host: str, step: float) -> None:
-        """Say from the next time on who is latest."""
+        """Set the latest worker, its host, and the mean seconds of a step, for the next line."""
         self._late = describe_lateness(latest, host, step)
 
     def remark(self, text: str) -> None:
