@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 
 from paceline.session.gloo_replacement import replace_gloo, set_torch_variables
-from paceline.session.registration import register_backend
+from paceline.session.registration import register
 
 
 def main(arguments: list[str]) -> None:
@@ -38,6 +38,6 @@ def main(arguments: list[str]) -> None:
     runpy.run_path(arguments[0], run_name="__main__")
 
 
-register_backend()
+register()
 if __name__ == "__main__":
     main(sys.argv[1:])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from paceline.cluster import secret as secrets
 from paceline.cluster.discover import discover_place
 from paceline.errors import PlaceError
-from paceline.session.registration import NAME, register_backend
+from paceline.session.registration import NAME, register
 
 SECRET = "PACELINE_SECRET_FD"
 
@@ -23,7 +23,7 @@ def replace_gloo() -> None:
 
     Without a GPU, callers that name no backend get it too.
     """
-    register_backend()
+    register()
     torch_distributed = dist.distributed_c10d
     make, barrier = torch_distributed._new_process_group_helper, torch_distributed.monitored_barrier
 

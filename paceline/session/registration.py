@@ -13,7 +13,7 @@ from typing import Any
 NAME = "paceline"
 
 
-def register_backend() -> None:
+def register() -> None:
     """Make torch.distributed know the backend; calling it twice is harmless."""
     from torch import distributed as dist
 

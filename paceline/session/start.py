@@ -45,7 +45,7 @@ from paceline.session.excepthook import (
 )
 from paceline.session.option_names import refuse_unknown_options
 from paceline.session.records import RecordOpener
-from paceline.session.registration import register_backend
+from paceline.session.registration import register
 from paceline.session.run import Run, parts_of_run
 from paceline.session.torch_backend import make_default_group
 from paceline.sync.allreduce import AllReduce
@@ -343,7 +343,7 @@ def _make_context(
     group = make_group_of_all(worker_context)
     undo.callback(group.close)
     undo.callback(group.abort)
-    register_backend()
+    register()
     default = make_default_group(worker_context, group)
     if default is not None:
         undo.callback(default.close, failed=True)

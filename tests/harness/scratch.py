@@ -33,7 +33,7 @@ def in_memory() -> Callable[[], None] | None:
     libc, folder = ctypes.CDLL(None), tempfile.mkdtemp(prefix="pt-")
     where, most = os.fsencode(folder), b"mode=1777,size=%d" % ROOM
     if (
-        libc.unshare_thread(_NEW_MOUNTS)
+        libc.unshare(_NEW_MOUNTS)
         or libc.mount(b"none", b"/", None, _PRIVATE, None)
         or libc.mount(b"tests", where, b"tmpfs", 0, most)
     ):

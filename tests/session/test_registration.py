@@ -83,15 +83,15 @@ def test_mpirun_says_who_is_who(job: Jobs, installed: str) -> None:
 
 
 def test_a_rank_of_ones_own_beside_the_launchers_is_refused() -> None:
-    registration.register_backend()
+    registration.register()
     with pytest.raises(UsageError, match="give 'paceline://' alone"):
         dist.init_process_group("paceline", init_method="paceline://", rank=0, world_size=2)
 
 
 def test_it_is_known_once() -> None:
-    registration.register_backend()
+    registration.register()
     known = dist.Backend._plugins["PACELINE"]
-    registration.register_backend()
+    registration.register()
     assert dist.Backend._plugins["PACELINE"] is known
 
 
@@ -100,4 +100,4 @@ def test_a_torch_without_distributed_is_left_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(dist, "is_available", lambda: False)
     monkeypatch.delattr(dist, "Backend")
     monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", None)
-    registration.register_backend()
+    registration.register()
