@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from paceline.record.logged.image import image
     from paceline.servers.tables.embedding import SparseEmbedding
     from paceline.servers.worker.strategy import ParameterServer
-    from paceline.session.cluster_probe import probe_cluster
+    from paceline.session.cluster_probe import probe
     from paceline.session.load import load
     from paceline.session.run import Run
     from paceline.session.start import start
@@ -108,7 +108,7 @@ __all__ = [
     "padded",
     "pipeline",
     "powersgd",
-    "probe_cluster",
+    "probe",
     "randomk",
     "row",
     "scattered",

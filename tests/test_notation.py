@@ -272,14 +272,14 @@ def test_a_proof_leaves_no_torch_here_and_has_the_same_words() -> None:
     code = """
 import sys
 from paceline.cluster import mesh, topology_file
-from paceline.cluster.launcher.request import meeting_point
+from paceline.cluster.launcher.request import parse_meeting_point
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import NotationError, PacelineError, UsageError
-from paceline.notation import prove
+from paceline.notation import verify_strategy
 
 for number, text in enumerate(sys.argv[1:]):
     try:
-        prove(text)
+        verify_strategy(text)
     except NotationError as error:
         print(f"{number} notation {error}")
     except UsageError as error:

@@ -32,7 +32,7 @@ def main() -> None:
         if run.is_first:
             topology_file.check_target(options.out)
         began = time.perf_counter()
-        topology = pl.probe_cluster(run, dtypes=options.dtypes.split(","))
+        topology = pl.probe(run, dtypes=options.dtypes.split(","))
         seconds = run.mean(time.perf_counter() - began)
         if run.is_first:
             topology_file.write_topology(options.out, topology)

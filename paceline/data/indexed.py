@@ -349,7 +349,9 @@ class IndexedPipeline(Pipeline):
                 # The DataLoader had asked the feed at the end of the epoch, and ended. Since then
                 # steps were dealt again, so open it once more.
                 reopened = True
-                self._open(rng.make_reader_generator(self.terms.loader.generator, self.terms.rank))
+                self._open_loader(
+                    rng.make_reader_generator(self.terms.loader.generator, self.terms.rank)
+                )
 
 
 def make_loader_like(

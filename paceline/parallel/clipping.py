@@ -108,7 +108,7 @@ class ClipCallDoor(ClippingDoor):
             return self.own(given, *args, **options)
 
         if self.name != "clip_grad_norm_":
-            return clipper.clip_by(self.name.lstrip("_"), own)
+            return clipper.clip_each(self.name.lstrip("_"), own)
         max_norm, norm_type, finite = _read_norm_arguments(*args, **options)
         return clipper.clip_norm(given, max_norm, norm_type, own, finite=finite)
 

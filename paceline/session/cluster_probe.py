@@ -43,7 +43,7 @@ INSIDE: Final = 0.06  # seconds of each direction of a pair inside a host
 CROWDED: Final = 0.3
 
 
-def probe_cluster(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
+def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
     """Measure the compute of each worker and the speed of each link. Collective.
 
     >>> with pl.start() as run:

@@ -184,7 +184,7 @@ def _read_program(folder: Path) -> _KnownProgram:
     try:
         found = json.loads(disk.read_file(path, 1 << 16))
         module: Any = importlib.import_module(PROGRAMS[found["program"]])
-        return _KnownProgram(module.make_builder(found["fields"]), module.cuts)
+        return _KnownProgram(module.make_builder(found["fields"]), module.make_cuts)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{path} is not what a program of this paceline writes; give load(folder, model)"

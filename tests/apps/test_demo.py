@@ -211,8 +211,8 @@ def test_two_meshes_fit_a_terminal(tmp_path: Path) -> None:
 def test_a_busy_machine_is_said_instead_of_a_speed_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: tuple[float, ...]
 ) -> None:
-    monkeypatch.setattr(demo, "cores", lambda: 2)
-    monkeypatch.setattr(demo, "allowed", lambda: 2)
+    monkeypatch.setattr(demo, "count_cores", lambda: 2)
+    monkeypatch.setattr(demo, "count_affinity_cores", lambda: 2)
     code, said = play(demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), *others)
     beside = ("1 worker, 1 core", "2 workers, 1 core each")[others[2] > 0]
     assert code == 0
@@ -226,8 +226,8 @@ def test_a_busy_machine_is_said_instead_of_a_speed_up(
 
 
 def test_a_little_of_others_is_not_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "cores", lambda: 2)
-    monkeypatch.setattr(demo, "allowed", lambda: 2)
+    monkeypatch.setattr(demo, "count_cores", lambda: 2)
+    monkeypatch.setattr(demo, "count_affinity_cores", lambda: 2)
     _, said = play(
         demo.DemoPlan(steps=4, alone=2, folder=str(tmp_path)), Launcher(), 0.1, 0.15, 0.1
     )

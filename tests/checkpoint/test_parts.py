@@ -173,7 +173,7 @@ class Worker:
             context,
             self.history,
             parts=CutParts(agreement, state_layout, 30.0),
-            tables=SimpleNamespace(kept=[], waiting=False, forget=lambda: None),  # type: ignore[arg-type]
+            tables=SimpleNamespace(tables=[], is_waiting=False, discard_prefetched=lambda: None),  # type: ignore[arg-type]
             deadline=30.0,
             pinned=False,
         )

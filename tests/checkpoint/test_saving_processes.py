@@ -20,14 +20,14 @@ from tests.harness.survivors import outcome, script
 # The first worker dies in its thread, when most of its first checkpoint is written.
 DYING = """
     from paceline.checkpoint.files import disk
-    whole = disk.write
+    whole = disk.write_file
     def write(path, parts, **options):
         found = whole(path, parts, **options)
         while run.steps < 5:  # or the others may not know yet that it was begun, and begin it again
             time.sleep(0.01)
         die(path.name == "tensors.safetensors", "in the middle")
         return found
-    disk.write = write
+    disk.write_file = write
 """
 SAVING = """
             while run.steps == 13 and not (out / "in the middle").exists():  # the thread that writes gives way to all others
@@ -163,7 +163,7 @@ from paceline.checkpoint.files import disk
 def refuse(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
-disk.write = refuse
+disk.write_file = refuse
 with pl.start(name="run") as run:
     model, optimizer, loader = parts(run)
     for x, y in loader:

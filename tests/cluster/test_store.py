@@ -267,7 +267,7 @@ class TestHosts:
     def test_one_machine_is_one_host(self, claims):
         for future in self.meet(places(3, secret=SECRET)):
             cluster = future.result()
-            assert cluster.where() == (0, 0, 0) and cluster.hosts[0].ranks == (0, 1, 2)
+            assert cluster.host_by_rank() == (0, 0, 0) and cluster.hosts[0].ranks == (0, 1, 2)
             assert cluster.of(2).address == "127.0.0.1" and cluster.size == 3
 
     def test_round_robin_over_two_hosts(self, claims):
@@ -276,7 +276,7 @@ class TestHosts:
             for place in places(4)
         ]
         for future in self.meet(dealt):
-            assert future.result().where() == (0, 1, 0, 1)
+            assert future.result().host_by_rank() == (0, 1, 0, 1)
             assert len(set(future.result().names())) == 2
 
     def test_different_machines(self, claims, monkeypatch):
@@ -291,7 +291,7 @@ class TestHosts:
 
         monkeypatch.setattr(stores.Store, "put", put)
         for future in self.meet([replace(place, host_rank=None) for place in places(3)]):
-            assert future.result().where() == (0, 0, 1)
+            assert future.result().host_by_rank() == (0, 0, 1)
 
     def test_a_missing_rank_is_named_on_all(self, claims):
         zero, one, _, three = places(4)
@@ -358,7 +358,7 @@ class TestHosts:
                 and "--cluster" in str(error)
             )
         for future in self.meet(dealt, measured=lambda place: "a" * 64):
-            assert future.result().where() == (0, 0, 1, 1)
+            assert future.result().host_by_rank() == (0, 0, 1, 1)
 
     def test_different_sizes(self, claims):
         zero, one = places(2)

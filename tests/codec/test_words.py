@@ -28,7 +28,7 @@ def test_words_are_the_classes_that_are_written_as_calls() -> None:
 
 def test_words_are_found_without_torch() -> None:
     code = (
-        "import sys; from paceline.codec.words import words; assert words(); "
+        "import sys; from paceline.codec.words import codec_words; assert codec_words(); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

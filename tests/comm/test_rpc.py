@@ -190,7 +190,7 @@ class TestArriving:
             thread.start()
         for thread in threads:
             thread.join(60)
-        assert not failed and len(server.heard) == 200 and not server.has_reported
+        assert not failed and len(server.heard) == 200 and not server.said
         for sender in range(4):
             assert [message.number for message in server.heard if message.sender == sender] == list(
                 range(1, 51)
@@ -258,7 +258,7 @@ class TestWaiting:
         with pytest.raises(Mismatch, match="server 0 on here refused it: there is no unit 7"):
             call(server).call("push", seconds=SECONDS)
         assert (
-            server.has_reported == ["push of 3 was refused: there is no unit 7"]
+            server.said == ["push of 3 was refused: there is no unit 7"]
             and server.receiver.refused_count == 1
         )
 
@@ -403,7 +403,7 @@ class TestRubbish:
             bad.send_multipart(frames or [b""])
         until(lambda: server.receiver.refused_count >= len(BAD))
         assert good.call("k", seconds=SECONDS).kind == "echo" and len(server.heard) == 1
-        assert len(server.has_reported) == RpcServer.LOUD and "not shown" in server.has_reported[-1]
+        assert len(server.said) == RpcServer.LOUD and "not shown" in server.said[-1]
         bad.close()
 
     def test_what_comes_again_is_refused(self, serve: Any) -> None:
@@ -413,7 +413,7 @@ class TestRubbish:
             bad.send_multipart(RpcMessage("k", number, 9).to_frames())
         until(lambda: len(server.heard) == 3 and server.receiver.refused_count == 2)
         assert [message.number for message in server.heard] == [1, 2, 3]
-        assert "number 2 of 9 has come before" in server.has_reported[0]
+        assert "number 2 of 9 has come before" in server.said[0]
         bad.close()
 
     def test_a_connection_speaks_for_one_worker(self, serve: Any) -> None:
@@ -426,7 +426,7 @@ class TestRubbish:
         assert [message.sender for message in server.heard] == [
             9,
             9,
-        ] and "8 speaks over the connection of 9" in server.has_reported[0]
+        ] and "8 speaks over the connection of 9" in server.said[0]
         bad.close()
 
     def test_answers_to_who_reads_none_are_dropped_at_last(
@@ -442,7 +442,7 @@ class TestRubbish:
         until(
             lambda: any(
                 "an answer to 9 was dropped: it has not read 20 others" in said
-                for said in server.has_reported
+                for said in server.said
             )
         )
         assert good.call("k", seconds=SECONDS).kind == "k"

@@ -336,7 +336,7 @@ def test_again_from_the_watcher():
 
         def end_turn(self, loader):
             if loader.turn.index == 1 and self.calls.count(1) == 1:
-                loader.again()
+                loader.repeat_turn()
 
         def end_epoch(self, loader):
             self.calls.append("end")

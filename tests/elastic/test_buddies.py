@@ -194,7 +194,7 @@ def test_a_turn_that_has_its_gradients_already_makes_something_of_it_too() -> No
                 ).backward()
                 each.whole()
                 coded = each.run._own.sync._coded  # type: ignore[attr-defined]
-                found.extend([residual(each.run), kept(coded._next.values())])
+                found.extend([residual(each.run), kept(coded._next_states.values())])
                 found.extend([each.regroup((0, 1)), residual(each.run), kept(coded._next.values())])
 
         each.steps(6, lose)
@@ -272,7 +272,7 @@ def test_a_round_has_what_a_lost_worker_had_changed(lost: int) -> None:
         each.steps(5, shares=cut(*ratios))
         start, change = (
             sync._units[0].start.clone(),
-            sync._changed(sync._units[0], sync._units[0].bucket.flat).clone(),
+            sync._compute_change(sync._units[0], sync._units[0].bucket.flat).clone(),
         )  # type: ignore[attr-defined]
         told = each.regroup(tuple(rank for rank in range(3) if rank != lost))
         if each.run._context.group.size == 2:
@@ -558,7 +558,7 @@ def test_who_leaves_lets_its_last_copy_come(monkeypatch: pytest.MonkeyPatch) -> 
         threading.Event().wait(0.2 * (step == 5))
         return wrap(state, step)
 
-    monkeypatch.setattr(carrying, "wrap", slowly)
+    monkeypatch.setattr(carrying, "pack_copy", slowly)
 
     def body(each: Training) -> Any:
         each.steps(5, lambda step: each.buddies.finish_sending() if step == 5 else None)

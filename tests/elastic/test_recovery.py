@@ -158,7 +158,7 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
     recovery.orders.watch_breaking_views(1, frozenset({10}), lambda: None)
     monkeypatch.setattr(surviving.events, "report_broken_view", broken)
     monkeypatch.setattr(surviving, "decide", lambda reaches: None)
-    monkeypatch.setattr(surviving, "open_store", MagicMock())
+    monkeypatch.setattr(surviving, "connect_store", MagicMock())
     for name, answer in {"_meet": {}, "_regroup": None, "_say": None}.items():
         monkeypatch.setattr(recovery, name, lambda *given, answer=answer: answer)
     monkeypatch.setattr(recovery, "_arm_view", lambda roster, members: met.append(roster.number))

@@ -241,7 +241,7 @@ def test_closing_lets_the_copy_under_way_come(monkeypatch: pytest.MonkeyPatch) -
         held.wait(0.2)
         return wrap(state, step)
 
-    monkeypatch.setattr(carrying, "wrap", slowly)
+    monkeypatch.setattr(carrying, "pack_copy", slowly)
 
     def body(group: ThreadGroup) -> dict[int, int]:
         shelf = CopyStore()

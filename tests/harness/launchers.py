@@ -67,9 +67,9 @@ def wait_gone(folder: Path, seconds: float = 30.0) -> list[psutil.Process]:
 JOINED = """
 import sys
 from paceline.cluster.control import events
-from paceline.cluster.discover import discover
+from paceline.cluster.discover import discover_place
 from paceline.errors import *
-place = discover()
+place = discover_place()
 events.joined(place)
 def hook(kind, error, trace):
     events.report_failure(place, kind, error)

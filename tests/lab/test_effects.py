@@ -43,8 +43,8 @@ QUIET = 0.05  # Mbit/s: bridges have a word with each other now and then
 BEGINNING = """
 import os, socket, sys, time
 from pathlib import Path
-from paceline.cluster.control.progress import Page
-rank, page, taken = int(os.environ["RANK"]), Page(Path(os.environ["PACELINE_PROGRESS_PAGE"]), deadline=60), 0
+from paceline.cluster.control.progress import ProgressPage
+rank, page, taken = int(os.environ["RANK"]), ProgressPage(Path(os.environ["PACELINE_PROGRESS_PAGE"]), deadline=60), 0
 def step():
     global taken
     page.passed(taken)

@@ -150,7 +150,7 @@ class TestQuotas:
 class TestActs:
     def test_cut_and_mend(self, pair):
         cluster = pair()
-        server = cluster.hosts[1].space.inside(socket.socket)
+        server = cluster.hosts[1].space.call_inside(socket.socket)
         server.bind((cluster.hosts[1].address, 0))
         server.listen()
         client = cluster.hosts[0].space.inside(socket.socket)

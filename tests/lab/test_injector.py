@@ -72,8 +72,8 @@ class Paper:
 WORKER = """
 import sys, time
 from pathlib import Path
-from paceline.cluster.control.progress import Page
-page = Page(Path(sys.argv[1]), deadline=20)
+from paceline.cluster.control.progress import ProgressPage
+page = ProgressPage(Path(sys.argv[1]), deadline=20)
 for step in range(int(sys.argv[2])):
     page.reach(step)
     print(step, flush=True)

@@ -183,10 +183,10 @@ def test_a_forked_process_writes_as_if_there_were_no_bar(monkeypatch: pytest.Mon
 
 ALONE = """
 import sys, time
-from paceline.cluster.discover import discover
+from paceline.cluster.discover import discover_place
 from paceline.record.display import choose_display
 from paceline.status.run_status import RunStatus
-place = discover()
+place = discover_place()
 shown = choose_display(place)
 try:
     for step in range(1, 4):

@@ -71,7 +71,7 @@ def test_ranks_meet_and_exchange() -> None:
 def test_a_host_is_crowded_when_its_workers_compute_on_all_cores(
     have: int, crowded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch_backend, "cores", lambda: have)
+    monkeypatch.setattr(torch_backend, "count_cores", lambda: have)
 
     def body(group: GroupBackend, rank: int) -> bool:
         before = group._issuer.is_crowded()

@@ -298,7 +298,7 @@ def _make_pair_codec(first: FieldCodec, second: FieldCodec) -> FieldCodec:
 def _make_message_codec(kind: type[Message]) -> FieldCodec:
     return FieldCodec(
         lambda name, value, tensors: kind.load_fields(value, tensors),
-        lambda value, tensors: value.dump(tensors),
+        lambda value, tensors: value.dump_fields(tensors),
     )
 
 

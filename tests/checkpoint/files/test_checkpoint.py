@@ -277,7 +277,7 @@ def test_a_newer_format_is_said_and_never_removed(
 ) -> None:
     save_checkpoint(tmp_path, state(1), 1)
     with monkeypatch.context() as future:
-        future.setattr(checkpoint, "UNCUT", 3)
+        future.setattr(checkpoint, "UNCUT_FORMAT", 3)
         save_checkpoint(tmp_path, state(2), 2)
     newer = (
         r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\): "
@@ -432,10 +432,10 @@ def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path: Path) -> No
 KILLED = """
 import sys, torch
 from pathlib import Path
-from paceline.state.snapshot import pack
-from paceline.checkpoint.files.checkpoint import save
+from paceline.state.snapshot import make_snapshot
+from paceline.checkpoint.files.checkpoint import save_checkpoint
 for step in range(1, 100_000):
-    save(Path(sys.argv[1]), pack({"x": torch.full((50_000,), float(step))}), step, keep=2)
+    save_checkpoint(Path(sys.argv[1]), make_snapshot({"x": torch.full((50_000,), float(step))}), step, keep=2)
     if step == 2:
         print("ready", flush=True)
 """
@@ -501,7 +501,9 @@ def test_disk_full(small: Path, size: int) -> None:
     assert load_checkpoint(folder, say=silent).step == 3
 
 
-@pytest.mark.parametrize("where", ["disk.write", "disk.sync", "catalogue.prune"])
+@pytest.mark.parametrize(
+    "where", ["disk.write_file", "disk.sync_folder", "catalogue.prune_checkpoints"]
+)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_any_refusal_leaves_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, code: int
@@ -516,10 +518,12 @@ def test_any_refusal_leaves_what_was_there(
         broken.setattr(f"paceline.checkpoint.files.checkpoint.{where}", refuse)
         with pytest.raises(
             CheckpointError,
-            match=wanted if where != "catalogue.prune" else "step 2 is saved in .*older ones",
+            match=wanted
+            if where != "catalogue.prune_checkpoints"
+            else "step 2 is saved in .*older ones",
         ) as caught:
             save_checkpoint(tmp_path, state(2), 2)
-    there = ["step-00000001"] + ["step-00000002"] * (where == "catalogue.prune")
+    there = ["step-00000001"] + ["step-00000002"] * (where == "catalogue.prune_checkpoints")
     assert there[-1] in str(caught.value)
     assert entries(tmp_path) == there
     assert value(load_checkpoint(tmp_path, say=silent)) == len(there)

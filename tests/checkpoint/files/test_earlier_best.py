@@ -65,7 +65,7 @@ def test_it_comes_once_and_only_where_it_is_the_best(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("where", ["os.link", "disk.sync"])
+@pytest.mark.parametrize("where", ["os.link", "disk.sync_folder"])
 def test_a_disk_that_refuses_leaves_nothing(
     tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

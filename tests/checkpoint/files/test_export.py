@@ -241,7 +241,9 @@ def test_a_write_that_fails_leaves_what_was_there(
     out.write_text("precious")
     save(tmp_path, nn.Linear(1, 1))
     monkeypatch.setattr(
-        export, "raw", lambda tensor: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+        export,
+        "view_cpu_bytes",
+        lambda tensor: (_ for _ in ()).throw(OSError(28, "No space left on device")),
     )
     with pytest.raises(CheckpointError, match=r"out.safetensors can't be written: .*No space left"):
         export.export_model(tmp_path, out, force=True, say=print)

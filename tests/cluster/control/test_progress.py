@@ -68,7 +68,7 @@ def test_a_process_that_is_gone_is_not_taken_for_another(tmp_path: Path) -> None
     assert not page.is_alive
     page._cells[progress._BORN] += 1
     process.communicate(b"\n")
-    assert not page.alive
+    assert not page.is_alive
 
 
 def test_a_breakpoint_set_before_the_worker_is_there_holds_it(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ class TestCouncil:
     def test_all_wait_for_the_last(self, councils):
         members = councils("a", "b")
         members[1].tell_finished()
-        turn(*members, until=lambda: members[0]._finished == {1})
+        turn(*members, until=lambda: members[0]._finished_hosts == {1})
         assert not any(council.all_finished for council in members)
         members[0].tell_finished()
         turn(*members, until=lambda: all(council.all_finished for council in members))
@@ -81,7 +81,7 @@ class TestCouncil:
     @pytest.mark.parametrize("gone", [0, 1])
     def test_a_launcher_that_is_gone_is_named(self, councils, gone):
         members = councils("a", "b", "c")
-        for descriptor in members[gone].descriptors():
+        for descriptor in members[gone].list_descriptors():
             os.close(os.dup(descriptor))
         members[gone].close()
         others = [council for council in members if council is not members[gone]]
@@ -99,7 +99,7 @@ class TestCouncil:
         members = councils("a", "b", "c")
         for link in members[0]._channels.values():
             # nothing is said while hosts wait to be as many as they have to be
-            link.heard -= 1000.0
+            link.heard_at -= 1000.0
         peers = FixedPeers(members[0].table, members[0].host_rank, members[0]._channels, server=0)
         peers.run_timers()
         assert len(peers.list_descriptors()) == 2
@@ -118,7 +118,7 @@ class TestCouncil:
             link.count_silence()
         for _ in range(25):
             clock.now += 0.1
-            turn(*members, until=lambda: all(link.heard == clock.now for link in links))
+            turn(*members, until=lambda: all(link.heard_at == clock.now for link in links))
         assert not any(council.verdict for council in members)
 
     @pytest.mark.parametrize("asked", [0, 1])
@@ -126,7 +126,7 @@ class TestCouncil:
         members = councils("a", "b", "c")
         members[asked].tell_stopped(signal.SIGTERM)
         others = [council for council in members if council is not members[asked]]
-        turn(*members, until=lambda: all(council.stopped for council in others))
+        turn(*members, until=lambda: all(council.stop_request for council in others))
         assert {council.stopped for council in others} == {(signal.SIGTERM, "ab"[asked])}
 
     @pytest.mark.parametrize("teller", [0, 1])
@@ -134,7 +134,7 @@ class TestCouncil:
         members = councils("a", "b", "c")
         late = LateCall(40, "backward of step 20", False)
         members[teller].tell_late(late)
-        turn(*members, until=lambda: all(council.late == {40: late} for council in members))
+        turn(*members, until=lambda: all(council.late_calls == {40: late} for council in members))
 
 
 class TestRestarts:
@@ -164,7 +164,7 @@ class TestRestarts:
         members = councils("a", "b", "c")
         members[2].tell_ended(HostReport())
         members[0].tell_ended(HostReport())
-        turn(*members, until=lambda: 2 in members[0]._ended)
+        turn(*members, until=lambda: 2 in members[0]._host_reports)
         assert members[0].ended is None
         members[1].close()
         turn(members[0], members[2], until=lambda: members[0].ended is not None)
@@ -173,7 +173,7 @@ class TestRestarts:
     def test_each_decides_if_that_one_is_gone(self, councils):
         members = councils("a", "b", "c")
         members[1].tell_ended(HostReport())
-        assert members[1].ended is None
+        assert members[1].host_reports is None
         members[0].close()
         turn(*members[1:], until=lambda: members[1].ended is not None)
         assert {*members[1].ended} == {1} and members[2].ended is None
@@ -193,7 +193,7 @@ class TestRestarts:
         stopped[0].sequel = self.AGAIN
         stopped[0].tell_stopped(signal.SIGTERM)
         stopped[0].close()
-        turn(stopped[1], until=lambda: stopped[1].stopped is not None)
+        turn(stopped[1], until=lambda: stopped[1].stop_request is not None)
         assert not stopped[0].links().channels
 
     def test_hosts_meet_again_and_keep_their_numbers(self, councils):
@@ -235,7 +235,7 @@ class TestRestarts:
     @pytest.mark.parametrize("asked", [0, 1, 2])
     def test_a_stop_reaches_those_who_meet(self, councils, asked):
         links, port = self.kept(councils("a", "b", "c"), self.AGAIN), free_port()
-        links[asked].stop(JobStopped(signal.SIGTERM, "abc"[asked]), 5.0)
+        links[asked].stop_job(JobStopped(signal.SIGTERM, "abc"[asked]), 5.0)
         others = [
             invitation(name, port, hosts=3, links=link, deadline=60.0)
             for name, link in zip("abc", links, strict=True)

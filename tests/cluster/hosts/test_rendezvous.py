@@ -261,7 +261,9 @@ class TestChannel:
             client, caller = self.pair()
             client.connection.setblocking(True)
             sent: list[bytes] = []
-            client.flush = lambda seconds=0.0, client=client, sent=sent: sent.append(client._out)  # type: ignore[method-assign]
+            client.flush = lambda seconds=0.0, client=client, sent=sent: sent.append(
+                client._outgoing
+            )  # type: ignore[method-assign]
             client.send({"x": "1"})
             client.connection.sendall(forge(sent[0]))
             with pytest.raises(ChannelBroken):
@@ -291,8 +293,8 @@ class TestChannel:
 
 MEETING = """
 from paceline.cluster import store
-from paceline.cluster.discover import discover
-place = discover()
+from paceline.cluster.discover import discover_place
+place = discover_place()
 meeting = store.connect(place)
 cluster = store.hosts(meeting, place)
 print(place.secret.decode(), cluster.size, len(cluster.hosts))

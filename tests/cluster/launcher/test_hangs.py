@@ -28,8 +28,8 @@ PLACE = {"PACELINE_STORE": "127.0.0.1:1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE":
 WORKER = """
 import os, signal, sys, threading, time
 from paceline.cluster.control import commands, events
-from paceline.cluster.discover import discover
-place = discover()
+from paceline.cluster.discover import discover_place
+place = discover_place()
 
 def answers(done, *, waits):
     def listen():

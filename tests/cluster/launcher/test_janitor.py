@@ -148,8 +148,8 @@ class TestReclaim:
 def test_semaphores_of_a_branded_process_and_its_children_have_the_mark():
     code = f"""
 import multiprocessing, os
-from paceline.cluster.launcher.janitor import brand
-brand({MARK!r})
+from paceline.cluster.launcher.janitor import brand_semaphores
+brand_semaphores({MARK!r})
 context = multiprocessing.get_context("spawn")  # they keep their names while they live
 lock = context.Lock()
 print(*[name for name in os.listdir("/dev/shm") if name.startswith("sem.mp-{MARK[:8]}-")])

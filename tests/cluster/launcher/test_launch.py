@@ -111,9 +111,9 @@ class TestOutput:
 
     def test_the_secret_is_inherited_and_not_in_the_environment(self, script, launch):
         body = """
-            from paceline.cluster.discover import discover
+            from paceline.cluster.discover import discover_place
             told = any('0123456789abcdef' in value for value in os.environ.values())
-            print(discover().secret.decode(), discover().secret == discover().secret, told)
+            print(discover_place().secret.decode(), discover_place().secret == discover_place().secret, told)
         """
         assert (
             launch(script(body), 1, PACELINE_SECRET="0123456789abcdef").end()[1]

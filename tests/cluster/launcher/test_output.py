@@ -63,8 +63,8 @@ class TestClosed:
         """Whatever it opens next is none of the three, and it may read and write them all."""
         body = """
 import os, sys
-from paceline.cluster.launcher.output import stand_in
-stand_in()
+from paceline.cluster.launcher.output import open_missing_streams
+open_missing_streams()
 other = os.open(os.devnull, os.O_RDONLY)
 print("out", file=sys.stdout, flush=True)
 print("err", file=sys.stderr, flush=True)

@@ -101,7 +101,7 @@ def test_the_last_to_fail_ends_the_job_once_it_has_ended(host, monkeypatch):
     first, second = host.workers
 
     def turn() -> Failure | None:
-        host.mending.look(host.workers)
+        host.mending.report_changes(host.workers)
         return host.mending.turn(host.workers, suspect)
 
     def suspect(worker: WorkerProcess) -> Failure:

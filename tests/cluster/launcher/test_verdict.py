@@ -24,15 +24,15 @@ class Worker:
 
     rank: int
     records: list[dict[str, Any]] = field(default_factory=list)
-    ended: float | None = None
-    code: int = 0
-    was_sent: set[int] = field(default_factory=set)
+    ended_at: float | None = None
+    exit_code: int = 0
+    sent_signals: set[int] = field(default_factory=set)
     streams: Any = (None, SimpleNamespace(tail=lambda: "Traceback (most recent call last):\nE: x"))
 
     def __post_init__(self) -> None:
-        self.ended = None if self.ended is None else time.time() - self.ended
+        self.ended_at = None if self.ended_at is None else time.time() - self.ended_at
 
-    def said(self, event: str) -> bool:
+    def has_reported(self, event: str) -> bool:
         return any(record["event"] == event for record in self.records)
 
 
@@ -52,12 +52,14 @@ def rank(found: Failure | None) -> int | None:
 
 
 def test_nobody_has_failed() -> None:
-    found = search(Worker(0, [JOINED]), Worker(1, [JOINED], ended=9.0, was_sent={signal.SIGTERM}))
+    found = search(
+        Worker(0, [JOINED]), Worker(1, [JOINED], ended_at=9.0, sent_signals={signal.SIGTERM})
+    )
     assert found.find_first_failure(1.0) is None and not found.has_sign
 
 
 def test_a_culprit_is_named_once_it_has_had_the_time() -> None:
-    found = search(Worker(0, [failed()], ended=0.5, code=1), Worker(1))
+    found = search(Worker(0, [failed()], ended_at=0.5, exit_code=1), Worker(1))
     assert [rank(found.find_first_failure(now)) for now in (1.0, 5.9, 6.1)] == [
         None,
         None,
@@ -72,18 +74,20 @@ def test_a_culprit_that_has_not_ended_gets_a_moment_for_its_words() -> None:
 
 def test_an_echo_waits_longer_and_gives_way_to_the_cause() -> None:
     workers = [
-        Worker(0, [failed("WorkerLost", ago=3.0, is_echo=True)], ended=2.0, code=1),
+        Worker(0, [failed("WorkerLost", ago=3.0, is_echo=True)], ended_at=2.0, exit_code=1),
         Worker(1),
     ]
     found = search(*workers)
     assert found.find_first_failure(1.0) is None and found.find_first_failure(7.0) is None
     workers[1].records.append(failed(ago=0.0))
-    workers[1].ended, workers[1].code = time.time(), 1
+    workers[1].ended_at, workers[1].exit_code = time.time(), 1
     assert rank(found.find_first_failure(7.1)) == 1  # and nobody is left to be waited for
 
 
 def test_all_have_ended() -> None:
-    assert rank(search(Worker(0, [failed()], ended=0.5, code=1)).find_first_failure(1.0)) == 0
+    assert (
+        rank(search(Worker(0, [failed()], ended_at=0.5, exit_code=1)).find_first_failure(1.0)) == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,7 @@ def test_who_leaves_without_a_word(
     """It is to blame if others train well after it left, also on other hosts, or the job has
     failed anyway.
     """
-    leaver = Worker(0, [JOINED], ended=ago)
+    leaver = Worker(0, [JOINED], ended_at=ago)
     found = search(leaver, *[Worker(1, [JOINED])] * others, decided=decided)
     failure = found.find_failure(leaver)  # type: ignore[arg-type]
     assert rank(failure) == named and (failure is None or "left in the middle" in failure.words)
@@ -108,7 +112,7 @@ def test_who_leaves_without_a_word(
 def test_who_never_came_to_a_run_that_others_are_in(
     ago: float, records: list[dict[str, Any]], named: int | None
 ) -> None:
-    leaver = Worker(0, [], ended=ago)
+    leaver = Worker(0, [], ended_at=ago)
     failure = search(leaver, Worker(1, records)).find_failure(leaver)  # type: ignore[arg-type]
     assert rank(failure) == named and (
         failure is None or "before it joined the run" in failure.words
@@ -116,11 +120,11 @@ def test_who_never_came_to_a_run_that_others_are_in(
 
 
 def test_who_never_came_to_a_run_is_not_to_blame_where_others_fail() -> None:
-    leaver = Worker(0, [], ended=9.0)
+    leaver = Worker(0, [], ended_at=9.0)
     assert (
-        search(leaver, Worker(1, [JOINED, failed()], ended=1.0, code=1), decided=True).find_failure(
-            leaver
-        )
+        search(
+            leaver, Worker(1, [JOINED, failed()], ended_at=1.0, exit_code=1), decided=True
+        ).find_failure(leaver)
         is None
     )  # type: ignore[arg-type]
 
@@ -130,14 +134,18 @@ def test_who_ends_by_an_exit_code_of_its_own_is_no_echo() -> None:
     others are in the middle of theirs.
     """
     for code, is_echo in ((1, True), (3, False), (134, True)):
-        worker = Worker(0, [failed("Mismatch", is_echo=True)], ended=1.0, code=code)
+        worker = Worker(0, [failed("Mismatch", is_echo=True)], ended_at=1.0, exit_code=code)
         failure = search(worker).find_failure(worker)  # type: ignore[arg-type]
         assert failure is not None and (failure.code, failure.is_echo) == (code, is_echo)
 
 
 def test_the_exit_code_of_a_worker_that_had_to_be_ended() -> None:
     worker = Worker(
-        0, [failed("SystemExit") | {"code": 3}], ended=1.0, code=143, was_sent={signal.SIGTERM}
+        0,
+        [failed("SystemExit") | {"code": 3}],
+        ended_at=1.0,
+        exit_code=143,
+        sent_signals={signal.SIGTERM},
     )
     failure = search(worker).find_failure(worker)  # type: ignore[arg-type]
     assert failure is not None and (failure.code, failure.words) == (
@@ -147,12 +155,12 @@ def test_the_exit_code_of_a_worker_that_had_to_be_ended() -> None:
 
 
 def test_who_closed_its_run_has_not_failed() -> None:
-    leaver = Worker(0, [JOINED, {"event": "closed"}], ended=9.0)
+    leaver = Worker(0, [JOINED, {"event": "closed"}], ended_at=9.0)
     assert search(leaver, Worker(1, [JOINED])).find_failure(leaver) is None  # type: ignore[arg-type]
 
 
 def test_what_is_said_of_a_failure() -> None:
-    worker = Worker(3, [failed()], ended=1.0, code=7)
+    worker = Worker(3, [failed()], ended_at=1.0, exit_code=7)
     failure = search(worker).find_failure(worker)  # type: ignore[arg-type]
     assert failure is not None and (failure.rank, failure.host, failure.code) == (3, "box", 7)
     assert failure.words == "failed with exit code 7 (ValueError)" and failure.tail.endswith("E: x")

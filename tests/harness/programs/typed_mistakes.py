@@ -40,7 +40,7 @@ def mistakes(run: pl.Run, model: nn.Module, optimizer: SGD) -> None:
     pl.launch(scale, "wide")  # Argument 1 to "launch" has incompatible type
     pl.launch(scale)  # Argument 1 to "launch" has incompatible type
     pl.launch(scale, 1.0, backend="nccl")  # expected "Literal['paceline'] | None"
-    pl.probe_cluster(run, dtypes=["int3"])  # List item 0 has incompatible type
+    pl.probe(run, dtypes=["int3"])  # List item 0 has incompatible type
     # No overload variant of "load" matches argument types "str", "str"
     pl.load("runs/circle", "model")
     lab.cluster(placement="spread")  # expected "Literal['block', 'round-robin'] | None"

@@ -115,7 +115,7 @@ def answering() -> None:
     assert_type(pl.launch(scale, 0.5, workers=3), list[float])
     assert_type(pl.launch(lambda name: name * 2, "a", straggler="evict", min_workers=1), list[str])
     with pl.start() as run:
-        assert_type(pl.probe_cluster(run, dtypes=["float32"]).hosts[0].name, str)
+        assert_type(pl.probe(run, dtypes=["float32"]).hosts[0].name, str)
     with lab.cluster(hosts=2, placement="round-robin") as cluster:
         assert_type(
             cluster.run("train.py", faults=[lab.storm(seed=1, kinds=("stop", "slow"))]).code, int

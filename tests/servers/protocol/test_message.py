@@ -36,7 +36,7 @@ class Inner(Message):
 
 
 @dataclass(frozen=True)
-class Outer(Request[Inner], kind="outer"):
+class Outer(Request[Inner]):
     """One of everything."""
 
     unit: Index
@@ -87,7 +87,7 @@ def test_a_field_that_cannot_travel() -> None:
 
 def test_requests_have_their_kind_their_reply_and_their_step() -> None:
     @dataclass(frozen=True)
-    class Step(Request[Acknowledged], kind="step"):
+    class Step(Request[Acknowledged]):
         step: int
 
     assert (Outer.kind, Outer.reply_class, Step.reply_class) == ("outer", Inner, Acknowledged)
