@@ -529,7 +529,7 @@ class Recovery:
             request.store.put(f"form/{self.worker}", self._run.compute_model_digest())
             request.store.put(f"reach/{self.worker}", WorkerProgress(-1).to_list())
         # After a loss all workers of a view write their progress, and this worker isn't let in.
-        # `decide` raises if no worker with state is left.
+        # `make_recovery_plan` raises if no worker with state is left.
         if request.store.has_keys([f"reach/{worker}" for worker in request.roster.workers]):
             make_recovery_plan(
                 {

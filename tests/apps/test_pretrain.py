@@ -56,7 +56,7 @@ def test_a_small_text_is_read_several_times(words: Path) -> None:
 # The script, which writes a few letters in the end, and not 240.
 SHORTER = """
 from paceline.apps import pretrain
-pretrain.sample.__defaults__ = (12,)
+pretrain.generate_sample.__defaults__ = (12,)
 pretrain.main()
 """
 

@@ -71,7 +71,7 @@ def test_prefetching_saves_waits() -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return sum(table.source._lookup.waits for table in model.tables)
+        return sum(table.source._lookup.blocking_pulls for table in model.tables)
 
     assert workers(2, lambda run: body(run, ahead=False)) == [20, 20]
     assert workers(2, lambda run: body(run, ahead=True)) == [2, 2]
@@ -105,7 +105,7 @@ from itertools import count
 from pathlib import Path
 from paceline.apps import recommender
 
-steps, loss_of = count(1), recommender.loss_of
+steps, loss_of = count(1), recommender.compute_loss
 
 def held(*given):
     if next(steps) == 40:
@@ -114,7 +114,7 @@ def held(*given):
             time.sleep(0.01)
     return loss_of(*given)
 
-recommender.loss_of = held
+recommender.compute_loss = held
 recommender.main()
 """
 

@@ -268,7 +268,7 @@ class TestHosts:
         for future in self.meet(places(3, secret=SECRET)):
             cluster = future.result()
             assert cluster.host_by_rank() == (0, 0, 0) and cluster.hosts[0].ranks == (0, 1, 2)
-            assert cluster.of(2).address == "127.0.0.1" and cluster.size == 3
+            assert cluster.host_of(2).address == "127.0.0.1" and cluster.size == 3
 
     def test_round_robin_over_two_hosts(self, claims):
         dealt = [
@@ -277,7 +277,7 @@ class TestHosts:
         ]
         for future in self.meet(dealt):
             assert future.result().host_by_rank() == (0, 1, 0, 1)
-            assert len(set(future.result().names())) == 2
+            assert len(set(future.result().host_names())) == 2
 
     def test_different_machines(self, claims, monkeypatch):
         """Ranks 0 and 1 share a machine, 2 is on another; no launcher says so."""

@@ -195,7 +195,9 @@ def test_a_turn_that_has_its_gradients_already_makes_something_of_it_too() -> No
                 each.whole()
                 coded = each.run._own.sync._coded  # type: ignore[attr-defined]
                 found.extend([residual(each.run), kept(coded._next_states.values())])
-                found.extend([each.regroup((0, 1)), residual(each.run), kept(coded._next.values())])
+                found.extend(
+                    [each.regroup((0, 1)), residual(each.run), kept(coded._next_states.values())]
+                )
 
         each.steps(6, lose)
         return found
@@ -278,7 +280,7 @@ def test_a_round_has_what_a_lost_worker_had_changed(lost: int) -> None:
         if each.run._context.group.size == 2:
             for turn in sync._fragments:  # type: ignore[attr-defined]
                 # three more steps, of equal shares, that change nothing
-                turn.steps, turn.parts = turn.steps + 3, turn.parts + 3 / 2
+                turn.local_steps, turn.parts = turn.local_steps + 3, turn.parts + 3 / 2
             each.run._context.group.barrier().wait()
             sync.converge()
         return start, change, told, sync._units[0].start  # type: ignore[attr-defined]

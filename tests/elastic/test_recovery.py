@@ -152,14 +152,18 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
         orders=CommandPipe(heard),
         _worker_context=SimpleNamespace(place=None),
         _agreement=None,
-        _heart=None,
+        _run=None,
         _timings=RecoveryTimings(view=0.2),
     )
     recovery.orders.watch_breaking_views(1, frozenset({10}), lambda: None)
     monkeypatch.setattr(surviving.events, "report_broken_view", broken)
-    monkeypatch.setattr(surviving, "decide", lambda reaches: None)
+    monkeypatch.setattr(surviving, "make_recovery_plan", lambda reaches: None)
     monkeypatch.setattr(surviving, "connect_store", MagicMock())
-    for name, answer in {"_meet": {}, "_regroup": None, "_say": None}.items():
+    for name, answer in {
+        "_exchange_progress": {},
+        "_enter_groups": None,
+        "_announce_recovery": None,
+    }.items():
         monkeypatch.setattr(recovery, name, lambda *given, answer=answer: answer)
     monkeypatch.setattr(recovery, "_arm_view", lambda roster, members: met.append(roster.number))
     recovery.recover_from(ServerLost("server 0 is gone"))

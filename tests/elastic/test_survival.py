@@ -28,7 +28,7 @@ def test_who_trains_is_armed_and_who_has_just_come_is_let_in_first() -> None:
     found, parts = survival()
     found.begin_surviving()
     assert (
-        parts.recovery.arm.called
+        parts.recovery.arm_recovery.called
         and not parts.recovery.join.called
         and not found.take_joined_flag()
     )
@@ -38,7 +38,7 @@ def test_who_trains_is_armed_and_who_has_just_come_is_let_in_first() -> None:
         parts.recovery.join.called
         and parts.tally.enter.called
         and parts.view.enter.called
-        and not parts.recovery.arm.called
+        and not parts.recovery.arm_recovery.called
     )
     assert found.take_joined_flag() and not found.take_joined_flag()
 

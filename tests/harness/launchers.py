@@ -70,7 +70,7 @@ from paceline.cluster.control import events
 from paceline.cluster.discover import discover_place
 from paceline.errors import *
 place = discover_place()
-events.joined(place)
+events.report_joined(place)
 def hook(kind, error, trace):
     events.report_failure(place, kind, error)
     sys.__excepthook__(kind, error, trace)

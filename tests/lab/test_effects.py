@@ -47,14 +47,14 @@ from paceline.cluster.control.progress import ProgressPage
 rank, page, taken = int(os.environ["RANK"]), ProgressPage(Path(os.environ["PACELINE_PROGRESS_PAGE"]), deadline=60), 0
 def step():
     global taken
-    page.passed(taken)
-    page.reach(taken)
+    page.write_step(taken)
+    page.reach_step(taken)
     print("step", taken, time.monotonic(), flush=True)
     taken += 1
 def goes_on():
     return not Path(sys.argv[1]).exists()
 """  # noqa: E501
-STEPS = "for _ in range(20):\n    step()\n    time.sleep(0.02)\npage.passed(taken)\n"
+STEPS = "for _ in range(20):\n    step()\n    time.sleep(0.02)\npage.write_step(taken)\n"
 # rank 1 works as much as it may; rank 0 waits
 SPIN = """
 while goes_on():

@@ -94,7 +94,7 @@ class TestQuotas:
         assert spin(cluster, 0) < 0.35
         cluster.quota(0, 0.5)
         # others may need the cores
-        seen = "from paceline.cluster import machine; print(machine.quota())"
+        seen = "from paceline.cluster import machine; print(machine.read_cpu_quota())"
         assert spin(cluster, 0) < 0.6 and ask(cluster, 0, sys.executable, "-c", seen) == "0.5"
         cluster.quota(0, None)
         assert cluster.quota_of(0) is None and cluster.quota_of(1) == 0.25
@@ -133,7 +133,9 @@ class TestQuotas:
 
     def test_cores_that_a_worker_sees(self, quotas, pair):
         cluster = pair(processors=1)
-        code = "from paceline.cluster import machine; print(machine.quota(), machine.cores())"
+        code = (
+            "from paceline.cluster import machine; print(machine.read_cpu_quota(), machine.cores())"
+        )
         assert ask(cluster, 0, sys.executable, "-c", code) == "1.0 1"
 
     def test_where_there_are_none(self, able, monkeypatch):
@@ -153,7 +155,7 @@ class TestActs:
         server = cluster.hosts[1].space.call_inside(socket.socket)
         server.bind((cluster.hosts[1].address, 0))
         server.listen()
-        client = cluster.hosts[0].space.inside(socket.socket)
+        client = cluster.hosts[0].space.call_inside(socket.socket)
         client.connect(server.getsockname())
         other, _ = server.accept()
         other.settimeout(0.3)

@@ -28,7 +28,7 @@ PACKAGE = str(Path(paceline.__file__).parent)
 # not measured
 WARM = 4
 FEW, MANY = 2, 6  # layers
-END = "sync/autograd.py:GradientTracker._end"
+END = "sync/autograd.py:GradientTracker._end_if_outermost"
 
 
 class Calls:
@@ -156,7 +156,7 @@ def test_a_step_of_an_optimizer(measured: tuple[Calls, Calls]) -> None:
 def test_a_turn_of_the_loader(measured: tuple[Calls, Calls]) -> None:
     found = measured[0].phases["turn"]
     # as often as this thread stood still, which the machine decides
-    looks = found["loop/interruptions.py:InterruptionMeter._read"]
+    looks = found["loop/interruptions.py:InterruptionMeter._read_counters"]
     assert looks <= 2 and counted(found, LOOP) - looks <= 13, sorted(
         n for n in found.items() if n[0].startswith(LOOP)
     )

@@ -14,8 +14,8 @@ from tests.harness.runs import workers
 
 PLAIN = """\
 training_begins: begin_comparing
-epoch_began: LogCollector.part, ShareFollower.epoch_began, RunProgress.loop_began
-lead_taken: PolicyCheck.led, TotalSteps.add_leading_loader
+epoch_began: LogCollector.leave_lockstep, ShareFollower.epoch_began, RunProgress.loop_began
+lead_taken: PolicyCheck.check_leader, TotalSteps.add_leading_loader
 first_step: ModelCuts.check_used, MemoryWatch.predict_optimizer, StartupHints.hint_at_missing_gradients
 doubled: MemoryWatch.measure_held
 step_ended: MetricsLog.end_step, ReplicaComparer.step_ended, ShareFollower.step_ended, LinkWatch.step_ended, LogCollector.step_ended

@@ -221,7 +221,7 @@ def test_a_file_that_one_worker_cannot_read_after_all_is_said_on_all(
         with opening(path, say) as found:
             yield found if source == str(path) else dataclasses.replace(found, read=read)
 
-    monkeypatch.setattr(initial, "opened", breaking)
+    monkeypatch.setattr(initial, "open_weights", breaking)
 
     def body(run: Run) -> None:
         with pytest.raises(UsageError) as raised:

@@ -133,7 +133,7 @@ with pl.start(folder="runs") as run:
     topology = pl.probe(run, dtypes=["float32"])
     from paceline.cluster import topology_file
     from pathlib import Path
-    topology_file.write(Path(f"{run.rank}.json"), topology)
+    topology_file.write_topology(Path(f"{run.rank}.json"), topology)
     for x, y in loader:
         if run.steps == 0:
             try:
@@ -160,7 +160,7 @@ import signal
 with pl.start(folder="runs") as run:
     if run.rank == 1:
         from paceline.unequal.probe import compute
-        compute.copy_rate = lambda pair, seconds: os.kill(os.getpid(), signal.SIGKILL)
+        compute.measure_copies = lambda pair, seconds: os.kill(os.getpid(), signal.SIGKILL)
     pl.probe(run)
 """
     ended = job.run(dying, 2).end()

@@ -202,7 +202,7 @@ def test_hosts_that_meet_at_no_address_are_told_what_to_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     apart = Topology((HostRanks("left", (0,), "127.0.0.1"), HostRanks("right", (1,), "127.0.0.1")))
-    monkeypatch.setattr(torch_backend, "hosts", lambda store, place: apart)
+    monkeypatch.setattr(torch_backend, "discover_hosts", lambda store, place: apart)
     with pytest.raises(PlaceError, match="on 2 hosts, and meet at no address"):
         made(0, 2, HashStore(), chosen=torch_backend.LAZY).barrier().wait()
 

@@ -84,7 +84,7 @@ def test_all_switch_in_the_same_step_and_stay_equal(
 ) -> None:
     monkeypatch.setattr(
         compressed,
-        "predict",
+        "predict_step_seconds",
         lambda record, trial, sizes, rate: record.step / (trial.sent and 5e3 / trial.sent),
     )
     said: list[str] = []
@@ -109,7 +109,7 @@ def test_all_switch_in_the_same_step_and_stay_equal(
 
 def test_where_nothing_is_gained_sums_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        compressed, "predict", lambda record, trial, sizes, rate: record.step / 1.05
+        compressed, "predict_step_seconds", lambda record, trial, sizes, rate: record.step / 1.05
     )
     said: list[str] = []
     found = workers(
@@ -123,7 +123,9 @@ def test_where_nothing_is_gained_sums_stay_exact(monkeypatch: pytest.MonkeyPatch
 
 
 def test_what_was_chosen_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "predict", lambda record, trial, sizes, rate: record.step / 2)
+    monkeypatch.setattr(
+        compressed, "predict_step_seconds", lambda record, trial, sizes, rate: record.step / 2
+    )
     strategy = AllReduce(codec=auto((error_feedback(topk(0.1)),)))
 
     def first(run: Run) -> list[str]:

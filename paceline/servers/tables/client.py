@@ -263,7 +263,7 @@ class TableServers:
             told=pool is not None and not left and self.context.group.rank == 0
         )
         if pool is not None and left:
-            pool.leave()
+            pool.leave_pool()
         else:
             self.endpoints.close()
 

@@ -75,7 +75,7 @@ class TestCouncil:
         members[0].tell_finished()
         turn(*members, until=lambda: all(council.all_finished for council in members))
         members[0].close()
-        turn(members[1], until=lambda: not members[1].descriptors())
+        turn(members[1], until=lambda: not members[1].list_descriptors())
         assert members[1].verdict is None
 
     @pytest.mark.parametrize("gone", [0, 1])
@@ -86,7 +86,7 @@ class TestCouncil:
         members[gone].close()
         others = [council for council in members if council is not members[gone]]
         turn(*others, until=lambda: all(council.verdict for council in others))
-        assert {council.verdict.line().split(" is gone")[0] for council in others} == {
+        assert {council.verdict.summary_line().split(" is gone")[0] for council in others} == {
             f"paceline: host {'ab'[gone]}"
         }
 
@@ -100,7 +100,7 @@ class TestCouncil:
         for link in members[0]._channels.values():
             # nothing is said while hosts wait to be as many as they have to be
             link.heard_at -= 1000.0
-        peers = FixedPeers(members[0].table, members[0].host_rank, members[0]._channels, server=0)
+        peers = FixedPeers(members[0].offers, members[0].host_rank, members[0]._channels, server=0)
         peers.run_timers()
         assert len(peers.list_descriptors()) == 2
 
@@ -127,7 +127,7 @@ class TestCouncil:
         members[asked].tell_stopped(signal.SIGTERM)
         others = [council for council in members if council is not members[asked]]
         turn(*members, until=lambda: all(council.stop_request for council in others))
-        assert {council.stopped for council in others} == {(signal.SIGTERM, "ab"[asked])}
+        assert {council.stop_request for council in others} == {(signal.SIGTERM, "ab"[asked])}
 
     @pytest.mark.parametrize("teller", [0, 1])
     def test_a_call_in_which_workers_wait_reaches_all(self, councils, teller):
@@ -165,7 +165,7 @@ class TestRestarts:
         members[2].tell_ended(HostReport())
         members[0].tell_ended(HostReport())
         turn(*members, until=lambda: 2 in members[0]._host_reports)
-        assert members[0].ended is None
+        assert members[0].host_reports is None
         members[1].close()
         turn(members[0], members[2], until=lambda: members[0].ended is not None)
         assert {*members[0].ended} == {0, 2}
@@ -175,7 +175,7 @@ class TestRestarts:
         members[1].tell_ended(HostReport())
         assert members[1].host_reports is None
         members[0].close()
-        turn(*members[1:], until=lambda: members[1].ended is not None)
+        turn(*members[1:], until=lambda: members[1].host_reports is not None)
         assert {*members[1].ended} == {1} and members[2].ended is None
 
     def test_connections_stay_where_the_job_starts_again(self, councils):
@@ -194,7 +194,7 @@ class TestRestarts:
         stopped[0].tell_stopped(signal.SIGTERM)
         stopped[0].close()
         turn(stopped[1], until=lambda: stopped[1].stop_request is not None)
-        assert not stopped[0].links().channels
+        assert not stopped[0].hand_over_links().channels
 
     def test_hosts_meet_again_and_keep_their_numbers(self, councils):
         """One without connections comes in the place of the second; all know what the latest

@@ -267,7 +267,7 @@ class TestChannel:
             client.send({"x": "1"})
             client.connection.sendall(forge(sent[0]))
             with pytest.raises(ChannelBroken):
-                wait_for(lambda caller=caller: bool(caller.step()) and False)
+                wait_for(lambda caller=caller: bool(caller.receive_first_message()) and False)
         client, caller = self.pair()
         client.send({"x": 1})
         wait_for(
@@ -295,8 +295,8 @@ MEETING = """
 from paceline.cluster import store
 from paceline.cluster.discover import discover_place
 place = discover_place()
-meeting = store.connect(place)
-cluster = store.hosts(meeting, place)
+meeting = store.connect_store(place)
+cluster = store.discover_hosts(meeting, place)
 print(place.secret.decode(), cluster.size, len(cluster.hosts))
 meeting.put(f"bye{rank}", 1)
 if rank == 0: [meeting.take(f"bye{r}") for r in range(3)]

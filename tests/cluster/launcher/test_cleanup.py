@@ -62,7 +62,7 @@ def begin(short: Path) -> Iterator[Callable[[str], subprocess.Popen[bytes]]]:
 
 
 def worker(process: subprocess.Popen[bytes]) -> Any:
-    return SimpleNamespace(process=process, ended=None)
+    return SimpleNamespace(process=process, ended_at=None)
 
 
 def janitors(mark: str) -> list[psutil.Process]:

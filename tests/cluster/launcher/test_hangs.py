@@ -34,12 +34,12 @@ place = discover_place()
 def answers(done, *, waits):
     def listen():
         while True:
-            if commands.asked(place.orders_fd, 0.05):
-                events.where(place, done, f"backward of step {done - 4}", 2.5, waits=waits)
+            if commands.wait_for_question(place.orders_fd, 0.05):
+                events.report_position(place, done, f"backward of step {done - 4}", 2.5, waits=waits)
     threading.Thread(target=listen, daemon=True).start()
 
 def hangs():
-    events.ready(place)
+    events.report_ready(place)
     while True:
         time.sleep(0.01)
 """
@@ -136,9 +136,9 @@ silent = pytest.mark.parametrize("host", [0.5], indirect=True, ids=["silent"])
 
 @pytest.mark.jobs
 def test_who_computes_while_others_wait_is_shown(host: Host) -> None:
-    host.start("answers(7, waits=True); events.show(place)")
-    host.start("answers(7, waits=False); events.show(place)")
-    host.start("answers(9, waits=False); events.show(place)")  # well past it
+    host.start("answers(7, waits=True); events.register_stack_dump(place)")
+    host.start("answers(7, waits=False); events.register_stack_dump(place)")
+    host.start("answers(9, waits=False); events.register_stack_dump(place)")  # well past it
     head, *stack = host.judge()
     assert head == (
         "paceline: others wait for rank 1 on box7 (backward of step 3): its last call was backward "
@@ -151,9 +151,10 @@ def test_who_computes_while_others_wait_is_shown(host: Host) -> None:
 
 @pytest.mark.jobs
 def test_a_worker_of_this_host_says_that_it_waits(host: Host) -> None:
-    host.start("answers(7, waits=False); events.show(place)")
+    host.start("answers(7, waits=False); events.register_stack_dump(place)")
     host.start(
-        'answers(7, waits=True); events.late(place, 7, "backward of step 3", given_up=False)'
+        'answers(7, waits=True); events.report_late_wait(place, 7, "backward of step 3", '
+        "given_up=False)"
     )
     host.turn(lambda: len(host.said) > 2)
     assert host.peers.late_calls == {7: LATE} and "rank 0" in host.said[0]
@@ -162,7 +163,7 @@ def test_a_worker_of_this_host_says_that_it_waits(host: Host) -> None:
 @silent
 @pytest.mark.slow
 def test_who_does_not_answer_is_shown_as_far_as_that_goes(host: Host) -> None:
-    host.start("events.show(place)")
+    host.start("events.register_stack_dump(place)")
     head, *stack = host.judge()
     assert (
         "rank 0 on box7 (backward of step 3): it doesn't answer; its stack:" in head
@@ -173,7 +174,9 @@ def test_who_does_not_answer_is_shown_as_far_as_that_goes(host: Host) -> None:
 @silent
 @pytest.mark.slow
 def test_of_a_long_stack_both_ends_are_shown(host: Host) -> None:
-    host.start("events.show(place)\ndef deep(n): deep(n - 1) if n else hangs()\ndeep(50)")
+    host.start(
+        "events.register_stack_dump(place)\ndef deep(n): deep(n - 1) if n else hangs()\ndeep(50)"
+    )
     _, *stack = host.judge()
     names = [line.split()[-1] for line in stack]
     assert names == ["hangs", *["deep"] * 9, "...", *["deep"] * 4, "<module>"]
@@ -185,7 +188,7 @@ def test_of_many_threads_the_main_one_is_shown(host: Host) -> None:
     threads = (
         "for _ in range(150): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()"
     )
-    host.start(f"events.show(place)\n{threads}")
+    host.start(f"events.register_stack_dump(place)\n{threads}")
     assert host.judge()[1].endswith("in hangs")
 
 
@@ -206,7 +209,7 @@ def test_signals_of_a_script_s_own_stay_its_own(host: Host) -> None:
         "for number in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(number, lambda *_: "
         "os._exit(3))"
     )
-    worker = host.start(f"{taken}\nanswers(7, waits=False); events.show(place)")
+    worker = host.start(f"{taken}\nanswers(7, waits=False); events.register_stack_dump(place)")
     assert "in hangs" in host.judge()[1] and worker.process.poll() is None
     worker.process.send_signal(signal.SIGUSR1)
     assert worker.process.wait(PATIENCE) == 3
@@ -215,7 +218,7 @@ def test_signals_of_a_script_s_own_stay_its_own(host: Host) -> None:
 @silent
 @pytest.mark.slow
 def test_who_is_stopped_is_named_as_stopped(host: Host) -> None:
-    worker = host.start("answers(7, waits=False); events.show(place)")
+    worker = host.start("answers(7, waits=False); events.register_stack_dump(place)")
     worker.process.send_signal(signal.SIGSTOP)
     pid = worker.process.pid
     wait_for(lambda: janitor.read_state(pid) == "T")  # on a busy machine it takes a moment
@@ -229,8 +232,8 @@ def test_who_is_stopped_is_named_as_stopped(host: Host) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", [False, True])
 def test_who_does_not_come_is_ended_where_others_can_go_on(host: Host, ends: bool) -> None:
-    host.start("answers(7, waits=True); events.show(place)")
-    worker = host.start("answers(7, waits=False); events.show(place)")
+    host.start("answers(7, waits=True); events.register_stack_dump(place)")
+    worker = host.start("answers(7, waits=False); events.register_stack_dump(place)")
     told = len(host.judge(ends=ends))
     host.judge(GIVEN_UP, ends=ends)
     # its stack was shown
@@ -243,7 +246,7 @@ def test_who_does_not_come_is_ended_where_others_can_go_on(host: Host, ends: boo
 @pytest.mark.slow
 def test_who_waits_in_an_earlier_call_is_to_blame_only_where_all_are_in_step(host: Host) -> None:
     """Neighbours of neighbours wait for each other, and one of them for who doesn't come."""
-    host.start("answers(6, waits=True); events.show(place)")
+    host.start("answers(6, waits=True); events.register_stack_dump(place)")
     assert host.judge() == []
     host.judge(GIVEN_UP, ends=True)
     assert "it waits itself, in backward of step 2" in host.said[0] and "given up" in host.said[-1]

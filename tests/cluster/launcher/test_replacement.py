@@ -102,7 +102,7 @@ def test_the_last_to_fail_ends_the_job_once_it_has_ended(host, monkeypatch):
 
     def turn() -> Failure | None:
         host.mending.report_changes(host.workers)
-        return host.mending.turn(host.workers, suspect)
+        return host.mending.replace_ended_workers(host.workers, suspect)
 
     def suspect(worker: WorkerProcess) -> Failure:
         if worker is first:

@@ -457,7 +457,7 @@ class Interrupted(restarts.JobRestarts):
         return settled
 
 launch.JobRestarts = Interrupted
-raise SystemExit(launch.run(launch.LaunchRequest({!r}, workers=2, restarts=3)))
+raise SystemExit(launch.run_job(launch.LaunchRequest({!r}, workers=2, restarts=3)))
 """
 
 

@@ -27,7 +27,10 @@ class Worker:
     ended_at: float | None = None
     exit_code: int = 0
     sent_signals: set[int] = field(default_factory=set)
-    streams: Any = (None, SimpleNamespace(tail=lambda: "Traceback (most recent call last):\nE: x"))
+    streams: Any = (
+        None,
+        SimpleNamespace(get_tail=lambda: "Traceback (most recent call last):\nE: x"),
+    )
 
     def __post_init__(self) -> None:
         self.ended_at = None if self.ended_at is None else time.time() - self.ended_at
