@@ -104,7 +104,7 @@ def measure(pace: str, case: str, options: argparse.Namespace) -> float:
             PACES[pace],
             case,
             str(options.turns),
-            str(options.format_milliseconds / 1000),
+            str(options.milliseconds / 1000),
             str(options.rows),
             folder,
         ]

@@ -61,7 +61,7 @@ def serve(options: argparse.Namespace) -> None:
             "native": find_reducer_maker("native")(context),
         }
         ways |= {name: find_reducer_maker(name)(context) for name in ("ring", "owners")}
-        numel = int(options.format_megabytes * 1e6) // 4
+        numel = int(options.megabytes * 1e6) // 4
         parts = [
             torch.randint(-1000, 1000, (numel,), generator=torch.Generator().manual_seed(r)).float()
             for r in range(run.size)
@@ -139,7 +139,7 @@ def main() -> None:
             str(options.buckets),
         ]
         file = options.measured or Path(folder) / "cluster.json"
-        words += ["--megabytes", str(options.format_megabytes), "--measured", str(file.absolute())]
+        words += ["--megabytes", str(options.megabytes), "--measured", str(file.absolute())]
         with lab.cluster(description=str(options.cluster)) as cluster:
             if options.measured is None:
                 probe(cluster, file)
@@ -157,7 +157,7 @@ def main() -> None:
     samples = found["samples"]
     medians = {name: statistics.median(taken) for name, taken in samples.items()}
     best = min(EVEN, key=medians.__getitem__)
-    what = f"{options.buckets} x {options.format_megabytes:g} MB, {options.cluster.stem}"
+    what = f"{options.buckets} x {options.megabytes:g} MB, {options.cluster.stem}"
     rows = [
         Row(what, medians, f"{best} / uneven", ratio(samples[best], samples["uneven"]), least=LEAST)
     ]

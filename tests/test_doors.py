@@ -353,7 +353,7 @@ def test_the_messages_are_refused_and_no_others() -> None:
             found.send_multipart(nonsense(drawn, number))
         caller = RpcClient(receiver.addresses[0], KEYS, sender=1, who="server 0")
         strangers.until(
-            lambda: receiver.refused_count >= 500, lambda: caller.call("alive", seconds=20)
+            lambda: receiver.refused_count >= 500, lambda: caller.call("check_alive", seconds=20)
         )
         assert receiver.refused_count == 500
         caller.close()

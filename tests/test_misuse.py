@@ -263,8 +263,8 @@ class TestOneRankGoesItsOwnWay:
         assert (
             ended.code == 1
             and "(UsageError)" in ended.last
-            and "rank 0: seed=0" in ended.has_reported
-            and "rank 1: seed=1" in ended.has_reported
+            and "rank 0: seed=0" in ended.said
+            and "rank 1: seed=1" in ended.said
         )
 
     @pytest.mark.slow
@@ -277,7 +277,7 @@ class TestOneRankGoesItsOwnWay:
             "rank 1 has weight [2, 4]",
             "build the same model",
         ):
-            assert words in ended.has_reported, ended.err
+            assert words in ended.said, ended.err
 
 
 class TestData:
@@ -285,10 +285,10 @@ class TestData:
     def test_a_loader_shorter_than_a_batch(self, job):
         body = loop().replace("parts(run)", "parts(run, samples=7, batch=8, drop_last=True)")
         ended = job.run(body, 1).end()
-        assert (
-            ended.code == 1 and "(DataError)" in ended.last and "DataError: " in ended.has_reported
-        ), ended.err
-        assert "drop_last" in ended.has_reported and "7" in ended.has_reported, ended.err
+        assert ended.code == 1 and "(DataError)" in ended.last and "DataError: " in ended.said, (
+            ended.err
+        )
+        assert "drop_last" in ended.said and "7" in ended.said, ended.err
 
     @pytest.mark.slow
     def test_a_data_set_without_length(self, job):
@@ -306,8 +306,8 @@ with pl.start() as run:
         assert (
             ended.code == 1
             and "(DataError)" in ended.last
-            and "__len__" in ended.has_reported
-            and "Endless" in ended.has_reported
+            and "__len__" in ended.said
+            and "Endless" in ended.said
         ), ended.err
 
 
@@ -481,7 +481,7 @@ class TestDisk:
             and "(CheckpointError)" in ended.last
             and f"rank 0 on {HOST}" in ended.last
         ), ended.err
-        assert "space" in ended.has_reported and str(tiny) in ended.has_reported, ended.err
+        assert "space" in ended.said and str(tiny) in ended.said, ended.err
         kept = sorted(path.name for path in (tiny / "full" / "checkpoints").iterdir())
         assert len(kept) == 2 and not any(name.startswith(".") or "tmp" in name for name in kept), (
             kept

@@ -218,7 +218,7 @@ def test_check_reads_without_making() -> None:
 @pytest.mark.jobs
 def test_check_needs_no_torch() -> None:
     code = (
-        "import sys, paceline.notation as n; n.check('AllReduce(codec=topk(0.1))'); "
+        "import sys, paceline.notation as n; n.check_notation('AllReduce(codec=topk(0.1))'); "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

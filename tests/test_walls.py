@@ -59,7 +59,7 @@ ASSIGNED: dict[str, int] = {
     "paceline.sync.compressed": 4,
     "paceline.sync.gossip.strategy": 2,
     "paceline.sync.localsgd.rounds": 30,
-    "paceline.servers.worker.compression": 4,
+    "paceline.servers.worker.compression": 6,
     "paceline.servers.worker.replication": 2,
 }
 

@@ -22,7 +22,7 @@ def main() -> None:
                 attempt, size = len(run.events), run.size
                 journal.began(run.rank, run.steps, ids.tolist() if run.weight else [], attempt)
                 optimizer.zero_grad()
-                task.compute_loss(model(x), y).backward()
+                task.loss_of(model(x), y).backward()
                 optimizer.step()
                 journal.ended(attempt, size)
         journal.finish(model)

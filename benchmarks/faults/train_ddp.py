@@ -51,7 +51,7 @@ def main() -> None:
     for ids, x, y in DataLoader(rest, batch_size=asked.share, sampler=sampler):
         journal.began(rank, step, ids.tolist(), attempt)
         optimizer.zero_grad()
-        task.compute_loss(model(x), y).backward()
+        task.loss_of(model(x), y).backward()
         optimizer.step()
         journal.ended(attempt, size)
         step += 1

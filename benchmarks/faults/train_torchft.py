@@ -95,7 +95,7 @@ def main() -> None:
         ids, x, y = (torch.stack(part) for part in zip(*rows, strict=True))
         journal.began(asked.replica, step, ids.tolist())
         optimizer.zero_grad()  # asks for the quorum of this step
-        task.compute_loss(parallel(x), y).backward()
+        task.loss_of(parallel(x), y).backward()
         optimizer.step()
         part = manager.is_participating()
         taken = part and manager.current_step() > step

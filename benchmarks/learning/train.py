@@ -32,7 +32,7 @@ def main() -> None:
         def stretch() -> list[Tensor]:
             losses = []
             for x, y in loader:
-                loss = task.compute_loss(model, x, y)
+                loss = task.loss_of(model, x, y)
                 loss.backward()
                 run.clip(model, task.CLIP)
                 optimizer.step()

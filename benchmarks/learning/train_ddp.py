@@ -53,7 +53,7 @@ def main() -> None:
         for batch in sampler:
             samples = [job.train[row] for row in batch[rank::size]]
             x, y = (torch.stack(part) for part in zip(*samples, strict=True))
-            loss = task.compute_loss(model, x, y)
+            loss = task.loss_of(model, x, y)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), task.CLIP)
             optimizer.step()
@@ -65,7 +65,7 @@ def main() -> None:
     @torch.no_grad()
     def evaluate() -> float:
         parts = [
-            (task.compute_loss(job.model, x, y) * len(x), len(x))
+            (task.loss_of(job.model, x, y) * len(x), len(x))
             for x, y in list(job.held_out)[rank::size]
         ]
         total = torch.tensor(

@@ -119,7 +119,7 @@ def main() -> None:
             model, optimizer, schedule, loader, held_out, cut=make_cuts(run.mesh.cut_axes)
         )
         model, optimizer, schedule, loader, held_out = parts
-        before = 0.0 if options.format_briefly else evaluate_loss(run, model, held_out)
+        before = 0.0 if options.brief else evaluate_loss(run, model, held_out)
         workers = run.size
         for x, y in loader:
             if run.steps == options.kill and run.size == workers and run.rank == workers - 1:
@@ -131,7 +131,7 @@ def main() -> None:
             optimizer.zero_grad()
             schedule.step()
             run.log(loss=loss)
-        if options.format_briefly:
+        if options.brief:
             return
         after = evaluate_loss(run, model, held_out)
         written = generate_sample(run, model)

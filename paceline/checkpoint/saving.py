@@ -46,7 +46,7 @@ from paceline.sync.context import SyncContext
 
 # The first worker gives up this number of seconds before the deadline of the other workers. So the
 # error that users see is its own, which says what it waited for.
-WRITER_MARGIN_SECONDS = 10.0
+WRITER_MARGIN = 10.0
 
 
 def compute_write_timeout(deadline: float) -> float:
@@ -54,7 +54,7 @@ def compute_write_timeout(deadline: float) -> float:
 
     The other workers wait `deadline` seconds for the first worker.
     """
-    return max(deadline - WRITER_MARGIN_SECONDS, deadline / 2)
+    return max(deadline - WRITER_MARGIN, deadline / 2)
 
 
 @dataclass

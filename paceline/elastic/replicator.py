@@ -37,7 +37,7 @@ from paceline.errors import RECOVERABLE_ERRORS, PacelineError
 from paceline.timings import DEFAULT_TIMINGS, RecoveryTimings
 from paceline.trace import Trace
 
-POLL_SECONDS = 0.1  # seconds between two checks of a wait
+POLL_INTERVAL = 0.1  # seconds between two checks of a wait
 MIN_BYTES_PER_SECOND = 1e6  # bytes per second. A slower copy counts as stuck.
 
 
@@ -140,7 +140,7 @@ class Replicator:
             and (deadline is None or time.monotonic() < deadline)
         ):
             assert self._transfer is not None
-            self._transfer.has_ended.wait(POLL_SECONDS)
+            self._transfer.has_ended.wait(POLL_INTERVAL)
         return self.is_idle or not self._thread.is_alive()
 
     def stop_sending(self) -> None:
@@ -156,9 +156,9 @@ class Replicator:
         self._closed = True
         self._unregister()
         self._transfer_queue.put(None)
-        self._thread.join(self._wait_seconds if self.can_send else POLL_SECONDS)
+        self._thread.join(self._wait_seconds if self.can_send else POLL_INTERVAL)
         self._group.close()
-        self._thread.join(POLL_SECONDS)
+        self._thread.join(POLL_INTERVAL)
 
     def abort(self) -> None:
         """Abort the transfer under way, without waiting for other workers."""

@@ -24,9 +24,7 @@ from paceline.codec.codec import Sum, Way
 from paceline.comm.group_protocol import Group, Work
 
 SMALL_NUMEL, LARGE_NUMEL = 4 << 10, 256 << 10  # elements of the two sums that measure a link
-SHORTEST_SECONDS = (
-    5e-3  # seconds; a faster sum says little about the link, so a larger one is tried
-)
+SHORTEST_TIME = 5e-3  # seconds; a faster sum says little about the link, so a larger one is tried
 SAMPLE_NUMEL = 2048  # elements per step that are also summed exactly
 SAMPLE_STEP = 7919  # elements that the sample moves by from step to step
 
@@ -80,7 +78,7 @@ def measure_exact_rate(
     large_seconds = time_sum(numel)
     # Both sums took about as long: latency hides the rate of the link, so try larger tensors.
     while (
-        large_seconds < SHORTEST_SECONDS or large_seconds <= small_seconds
+        large_seconds < SHORTEST_TIME or large_seconds <= small_seconds
     ) and numel < 16 * LARGE_NUMEL:
         numel, sent_before = numel * 4, count_sent_bytes(group)
         large_seconds = time_sum(numel)

@@ -280,7 +280,7 @@ def test_a_round_has_what_a_lost_worker_had_changed(lost: int) -> None:
         if each.run._context.group.size == 2:
             for turn in sync._fragments:  # type: ignore[attr-defined]
                 # three more steps, of equal shares, that change nothing
-                turn.local_steps, turn.parts = turn.local_steps + 3, turn.parts + 3 / 2
+                turn.steps_made, turn.sample_parts = turn.steps_made + 3, turn.sample_parts + 3 / 2
             each.run._context.group.barrier().wait()
             sync.converge()
         return start, change, told, sync._units[0].start  # type: ignore[attr-defined]
@@ -601,9 +601,9 @@ KEPT = (
     r"ago\)"
 )
 COPIED = """
-            buddies = run._survival.recovery._heart.buddies
+            buddies = run._survival.recovery._run.buddies
             def copied():
-                while buddies.courier.whole < run.steps:
+                while buddies.replicator.complete_step < run.steps:
                     time.sleep(0.001)
                 return True
 """

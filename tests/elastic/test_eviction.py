@@ -61,7 +61,7 @@ def judge(found: list[Eviction], names: list[int], times: int = LATE_LOOKS * FLU
 def test_it_goes_and_nobody_else() -> None:
     found, history, leaving = evictions(4, 3)
     judge(found, [0, 1, 2, 3])
-    assert [each.let_go.called for each in leaving] == [False, False, True, False]
+    assert [each.release_worker.called for each in leaving] == [False, False, True, False]
     text = (
         "rank 2 on b was late in 3 looks in a row, for stolen processor: "
         "it leaves, and its samples are dealt to the others"
@@ -72,7 +72,7 @@ def test_it_goes_and_nobody_else() -> None:
 def test_never_fewer_than_the_job_needs() -> None:
     found, history, leaving = evictions(4, 4)
     judge(found, [0, 1, 2, 3], 10 * LATE_LOOKS * FLUSHES)
-    assert not any(each.let_go.called for each in leaving)
+    assert not any(each.release_worker.called for each in leaving)
     assert len(history.announce_event.call_args_list) == 4  # once by each
     assert (
         "stays: the job needs 4 workers (--min-workers)" in history.announce_event.call_args.args[0]
@@ -85,7 +85,7 @@ def test_other_workers_are_counted_anew() -> None:
     judge(found, [0, 1, 5, 3], 1)
     for rank, each in enumerate(found):
         each.handle_judgement([0, 1, 5, 3], None, HOSTS, rank)  # too little to judge by
-    assert not any(each.let_go.called for each in leaving)
+    assert not any(each.release_worker.called for each in leaving)
 
 
 def test_where_there_are_servers_it_is_refused() -> None:
@@ -99,7 +99,7 @@ def test_where_there_are_servers_it_is_refused() -> None:
 QUICK = """
     from paceline.record import log
     from paceline.unequal.stragglers import stragglers
-    log._APART, stragglers.SECONDS, slow = 0.1, 0.2, run.rank == {slow}"""
+    log._DRAIN_INTERVAL, stragglers.SECONDS, slow = 0.1, 0.2, run.rank == {slow}"""
 
 
 @pytest.mark.alike(1)

@@ -100,14 +100,14 @@ def test_killed_at_a_random_moment(job: Jobs, alone: Callable[..., Outcome], kin
 
 LATE = """
 from paceline.cluster.control.commands import CommandPipe
-breaking, here, already = CommandPipe.breaking, os.getpid(), []
+breaking, here, already = CommandPipe.wait_for_breaking_view, os.getpid(), []
 def late(orders, *given):
     found = breaking(orders, *given)
-    while run.rank == 1 and len(orders.roster(orders.latest).workers) < 3 and not already:
+    while run.rank == 1 and len(orders.find_roster(orders.latest_view).workers) < 3 and not already:
         time.sleep(0.01)
     already.append(found)
-    return orders.roster(orders.latest) if found else None
-CommandPipe.breaking = late
+    return orders.find_roster(orders.latest_view) if found else None
+CommandPipe.wait_for_breaking_view = late
 """
 
 
@@ -161,7 +161,7 @@ def test_a_complaint_that_crosses_a_new_view_is_made_again(monkeypatch: pytest.M
     monkeypatch.setattr(surviving, "connect_store", MagicMock())
     for name, answer in {
         "_exchange_progress": {},
-        "_enter_groups": None,
+        "_make_groups": None,
         "_announce_recovery": None,
     }.items():
         monkeypatch.setattr(recovery, name, lambda *given, answer=answer: answer)
@@ -333,7 +333,7 @@ agree, wait, trip = SharedGroup.gather_bytes, RankWaiter.wait_until_ready, Cance
 me, inside = run.rank, []
 def until(mark):
     while not (out / mark).exists(): time.sleep(0.001)
-def agreeing(group, payload):
+def agreeing(group, payload, **named):
     if (out / "cut off").exists():
         (out / "next call").touch()
     elif {what!r} in payload and run.steps == 4 and group.size == 3:

@@ -133,9 +133,7 @@ class TestQuotas:
 
     def test_cores_that_a_worker_sees(self, quotas, pair):
         cluster = pair(processors=1)
-        code = (
-            "from paceline.cluster import machine; print(machine.read_cpu_quota(), machine.cores())"
-        )
+        code = "from paceline.cluster.machine import *; print(read_cpu_quota(), count_cores())"
         assert ask(cluster, 0, sys.executable, "-c", code) == "1.0 1"
 
     def test_where_there_are_none(self, able, monkeypatch):

@@ -21,7 +21,7 @@ doubled: MemoryWatch.measure_held
 step_ended: MetricsLog.end_step, ReplicaComparer.step_ended, ShareFollower.step_ended, LinkWatch.step_ended, LogCollector.step_ended
 ghost_ended: StartupHints.hint_at_ghost_metrics
 went_back: MetricsLog.fold_later_steps"""  # noqa: E501
-OBSERVING = PLAIN.replace("doubled:", "stepped: {}.stepped\ndoubled:")
+OBSERVING = PLAIN.replace("doubled:", "stepped: {}.note_optimizer_step\ndoubled:")
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_a_loss_that_was_gone_back_from_says_so() -> None:
         with pytest.raises(
             UsageError,
             match=(
-                r"what run.step returned, which has gone back from it already: "
+                r"run.step has already run the backward pass of this loss: "
                 r"leave out loss.backward\(\)"
             ),
         ):

@@ -161,7 +161,7 @@ def test_nobody_is_told_after_the_run() -> None:
 
     watch = alone(body)
     assert told() == [0]
-    watch.end()
+    watch.end_watching()
     with pytest.raises(RuntimeError, match="on purpose"):
         workers(2, fail)
     assert told() == [0]

@@ -58,11 +58,11 @@ DYING = """import paceline.replicas.compare as c
             die(run.steps == steps and run.rank == rank % run.size, f"{name} {steps}")
             return found if late else own(*args)
         setattr(owner, name, instead)
-    dying(c.ReplicaContents, "look", 3, 0)                    # before anything is known
-    dying(c.ReplicaComparer, "_judge", 6, -1)                # the one that differs
-    dying(c.ReplicaComparer, "_hand_over", 9, 0)             # who was to give
-    dying(c.ReplicaComparer, "_judge", 12, 1, late=True)     # when all has been given
-    dying(c.ReplicaComparer, "_heal", 15, 0)                 # before it is compared again
+    dying(c.ReplicaContents, "make_digest", 3, 0)                    # before anything is known
+    dying(c.ReplicaComparer, "_find_verdict", 6, -1)                # the one that differs
+    dying(c.ReplicaComparer, "_exchange_values", 9, 0)             # who was to give
+    dying(c.ReplicaComparer, "_find_verdict", 12, 1, late=True)     # when all has been given
+    dying(c.ReplicaComparer, "_heal_replicas", 15, 0)                 # before it is compared again
 """
 
 

@@ -41,30 +41,30 @@ def failing(size: int, body: Callable[[Run], Any]) -> dict[int, str]:
 
 
 def test_counts_of_this_step_and_the_one_before() -> None:
-    loop = SimpleNamespace(steps=0)
+    loop = SimpleNamespace(steps_made=0)
     tally = StepCount(loop)
     assert tally.get_counts() == [0, None, 0]
     tally.add_step()
     assert tally.get_counts() == [0, None, 1]
-    loop.steps = 1
+    loop.steps_made = 1
     assert tally.get_counts() == [1, 1, 0]
     tally.add_step()
     tally.add_step()
     assert tally.get_counts() == [1, 1, 2]
-    loop.steps = 3
+    loop.steps_made = 3
     assert tally.get_counts() == [3, 0, 0]
     tally.skip_comparisons()
     assert tally.get_counts() == [3, None, None]
-    loop.steps = 5
+    loop.steps_made = 5
     tally.add_step()
     assert tally.get_counts() == [5, None, 1]
-    loop.steps = 6
+    loop.steps_made = 6
     assert tally.get_counts() == [6, 1, 0]
     tally.is_waiting = True
     assert tally.get_counts() == [6, None, None]
     tally.enter_job()
     assert tally.get_counts() == [6, None, None]
-    loop.steps = 9
+    loop.steps_made = 9
     assert tally.get_counts() == [9, 0, 0]
 
 

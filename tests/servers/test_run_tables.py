@@ -200,9 +200,9 @@ class TestLoops:
                 with torch.set_grad_enabled(grad):
                     if not grad and isinstance(model.first, SparseEmbedding):
                         lookup = model.first.source._lookup
-                        before = lookup.facts()["rows"]
+                        before = lookup.summarize_rows()["rows"]
                         model((a + 7) % ROWS, (b + 7) % ROWS)
-                        counts.append(lookup.facts()["rows"] - before)
+                        counts.append(lookup.summarize_rows()["rows"] - before)
                     elif not grad:
                         model((a + 7) % ROWS, (b + 7) % ROWS)
             step(model, optimizers, batch)
@@ -264,7 +264,7 @@ class TestPrefetch:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        return everything(model), model.first.source._lookup.waits
+        return everything(model), model.first.source._lookup.blocking_pulls
 
     def test_numbers_are_the_same_and_waits_fewer(self) -> None:
         for size in (1, 3):
@@ -398,7 +398,7 @@ def test_who_does_not_come_is_named() -> None:
         if run.rank == 1:
             model(torch.tensor([[1, 2]])).sum().backward()
             optimizer.step()
-            model.source._lookup._library.settle()
+            model.source._lookup._servers.await_pushes()
             run._context.deadline = 1.0
             try:
                 model(torch.tensor([[1, 2]]))
@@ -416,7 +416,7 @@ def test_who_does_not_come_is_named() -> None:
 
 def test_one_server_on_each_host_if_nothing_is_said() -> None:
     def body(run: Run) -> int:
-        return _prepared(run).source._lookup._library.shards
+        return _prepared(run).source._lookup._servers.shard_count
 
     assert workers(4, body, hosts=(0, 0, 1, 1)) == [2] * 4
 

@@ -73,7 +73,7 @@ def test_a_host_with_another_model_is_refused_and_the_others_go_on(
     trains(first, hosts.out, 2)
     second = hosts.come(model="model = nn.Linear(8, 1).double()")
     ended = second.end()
-    assert ended.code == 1 and "trains another model" in ended.err, ended
+    assert ended.code == 1 and "has another model" in ended.err, ended
     found = hosts.ended(first)
     check(found, alone(epochs=EPOCHS))
     assert found.size == 2
@@ -94,7 +94,7 @@ def test_hosts_that_come_at_the_same_time(
     )
     trains(second, hosts.out, 6)
     ended = other.end()
-    assert ended.code == 1 and "trains another model" in ended.err, ended
+    assert ended.code == 1 and "has another model" in ended.err, ended
     found = hosts.ended(first, second, third)
     check(found, alone(epochs=EPOCHS))
     assert found.size == 6

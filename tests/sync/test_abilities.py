@@ -26,8 +26,8 @@ from tests.harness.sources import TOGETHER, parsed
 PACKAGE = Path(pl.__file__).parent
 CORE = {
     "attach",
-    "ready",
-    "backward_done",
+    "take_gradient",
+    "end_backward",
     "commit",
     "abort",
     "detach",

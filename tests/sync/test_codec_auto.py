@@ -85,7 +85,7 @@ def test_all_switch_in_the_same_step_and_stay_equal(
     monkeypatch.setattr(
         compressed,
         "predict_step_seconds",
-        lambda record, trial, sizes, rate: record.step / (trial.sent and 5e3 / trial.sent),
+        lambda record, trial, sizes, rate: record.step_seconds / (trial.sent and 5e3 / trial.sent),
     )
     said: list[str] = []
     seen: list[list[Tensor]] = [[] for _ in range(3)]
@@ -109,7 +109,9 @@ def test_all_switch_in_the_same_step_and_stay_equal(
 
 def test_where_nothing_is_gained_sums_stay_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        compressed, "predict_step_seconds", lambda record, trial, sizes, rate: record.step / 1.05
+        compressed,
+        "predict_step_seconds",
+        lambda record, trial, sizes, rate: record.step_seconds / 1.05,
     )
     said: list[str] = []
     found = workers(
@@ -124,7 +126,9 @@ def test_where_nothing_is_gained_sums_stay_exact(monkeypatch: pytest.MonkeyPatch
 
 def test_what_was_chosen_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        compressed, "predict_step_seconds", lambda record, trial, sizes, rate: record.step / 2
+        compressed,
+        "predict_step_seconds",
+        lambda record, trial, sizes, rate: record.step_seconds / 2,
     )
     strategy = AllReduce(codec=auto((error_feedback(topk(0.1)),)))
 

@@ -304,7 +304,7 @@ REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
         "tensor=2",
         prepared(),
         pl.LocalSGD(pl.adaptive()),
-        "each part of a cut model would find another length; give a number of steps",
+        "differs from part to part of a cut model, and so would the length of rounds",
     ),
     (
         "tensor=2",

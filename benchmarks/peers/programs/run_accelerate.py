@@ -16,7 +16,7 @@ def main() -> None:
         job.model, job.optimizer(), job.loader(job.batch)
     )
     for x, y in job.turns(loader):
-        loss = workload.compute_loss(model(x), y)
+        loss = workload.loss_of(model(x), y)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -79,13 +79,13 @@ def try_sizes(job: workload.Job, sizes: list[float]) -> dict[float, float]:
         model = DistributedDataParallel(copy.deepcopy(job.model), bucket_cap_mb=size)
         programs.append((model, job.optimizer(model)))
     taken: dict[float, list[float]] = {size: [] for size in sizes}
-    batches = iter(job.requested_parts(dist.get_rank(), dist.get_world_size()))
+    batches = iter(job.dealt(dist.get_rank(), dist.get_world_size()))
     x, y = next(batches)
     for index in range(-job.warm, job.steps):
         for size, (model, optimizer) in zip(sizes, programs, strict=True):
             dist.barrier()
             start = time.perf_counter()
-            workload.compute_loss(model(x), y).backward()
+            workload.loss_of(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             if index >= 0:
@@ -125,7 +125,7 @@ def main() -> None:
         model, optimizer = HOOKS[asked.hook](
             job, DistributedDataParallel(job.model, bucket_cap_mb=asked.bucket_mb)
         )
-        job.train(model, optimizer, job.requested_parts(dist.get_rank(), dist.get_world_size()))
+        job.train(model, optimizer, job.dealt(dist.get_rank(), dist.get_world_size()))
         job.finish(dist.get_rank(), dist.get_world_size())
     dist.destroy_process_group()
     workload.leave()

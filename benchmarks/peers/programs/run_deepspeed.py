@@ -27,8 +27,8 @@ def main() -> None:
     }
     engine, *_ = deepspeed.initialize(model=job.model, optimizer=job.optimizer(), config=config)
     rank, size = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
-    for x, y in job.turns(job.requested_parts(rank, size)):
-        loss = workload.compute_loss(engine(x), y)
+    for x, y in job.turns(job.dealt(rank, size)):
+        loss = workload.loss_of(engine(x), y)
         engine.backward(loss)
         engine.step()
         job.note(loss)

@@ -18,7 +18,7 @@ def main() -> None:
     model, optimizer = fabric.setup(job.model, job.optimizer())
     loader = fabric.setup_dataloaders(job.loader(job.share))
     for x, y in job.turns(loader):
-        loss = workload.compute_loss(model(x), y)
+        loss = workload.loss_of(model(x), y)
         fabric.backward(loss)
         optimizer.step()
         optimizer.zero_grad()

@@ -61,7 +61,7 @@ def main() -> None:
                 parameter.grad = tensor.clone()
 
     dist.barrier()
-    job.train(job.model, job.optimizer(), job.requested_parts(rank, size), after=average)
+    job.train(job.model, job.optimizer(), job.dealt(rank, size), after=average)
     job.finish(rank, size, "hivemind")
     dist.barrier()
     averager.shutdown()

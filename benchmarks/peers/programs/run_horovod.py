@@ -13,7 +13,7 @@ def main() -> None:
         job.optimizer(), named_parameters=job.model.named_parameters()
     )
     hvd.broadcast_parameters(job.model.state_dict(), root_rank=0)
-    job.train(job.model, optimizer, job.requested_parts(hvd.rank(), hvd.size()))
+    job.train(job.model, optimizer, job.dealt(hvd.rank(), hvd.size()))
     job.finish(hvd.rank(), hvd.size(), "horovod")
     hvd.shutdown()
 

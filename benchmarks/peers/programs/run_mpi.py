@@ -19,8 +19,8 @@ def main() -> None:
     ):
         parameter.grad = part.view_as(parameter)
     memory, optimizer = buffer.numpy(), job.optimizer()
-    for x, y in job.turns(job.requested_parts(everybody.rank, everybody.size)):
-        loss = workload.compute_loss(job.model(x), y)
+    for x, y in job.turns(job.dealt(everybody.rank, everybody.size)):
+        loss = workload.loss_of(job.model(x), y)
         loss.backward()
         everybody.Allreduce(MPI.IN_PLACE, memory)
         buffer /= everybody.size

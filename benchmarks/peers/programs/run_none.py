@@ -25,7 +25,7 @@ def main() -> None:
     assert job.warmed is not None
     torch.save({"weights": weights, "warmed": job.warmed}, options.save)
     lone = workload.Job(options)
-    lone.train(lone.model, lone.optimizer(), lone.requested_parts(0, options.workers))
+    lone.train(lone.model, lone.optimizer(), lone.dealt(0, options.workers))
     moved = workload.distance(workload.flat(workload.build(options.model, options.seed)), weights)
     assert lone.warmed is not None
     alone_warmed = workload.distance(lone.warmed, job.warmed)

@@ -15,7 +15,7 @@ def main() -> None:
     with pl.start(asked.sync, folder=str(job.options.out), name="run") as run:
         model, optimizer, loader = run.prepare(job.model, job.optimizer(), job.loader(job.batch))
         for x, y in job.turns(loader):
-            loss = workload.compute_loss(model(x), y)
+            loss = workload.loss_of(model(x), y)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -35,9 +35,9 @@ def main() -> None:
         DistributedDataParallel(manager, job.model),
         Optimizer(manager, job.optimizer()),
     )
-    for x, y in job.turns(job.requested_parts(options.replica, options.workers)):
+    for x, y in job.turns(job.dealt(options.replica, options.workers)):
         optimizer.zero_grad()  # asks for the quorum of this step
-        loss = workload.compute_loss(model(x), y)
+        loss = workload.loss_of(model(x), y)
         loss.backward()
         optimizer.step()
         job.note(loss)

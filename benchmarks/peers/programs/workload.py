@@ -165,7 +165,7 @@ class Job:
         work = WORKS[options.model]
         self.options = options
         self.share, self.batch, self.rate = work.batch, work.batch * options.workers, work.rate
-        self.steps_made, self.warm = options.steps, options.warm
+        self.steps, self.warm = options.steps, options.warm
         self.model = build(options.model, options.seed)
         data = dataset(options.model, options.seed, options.digits)
         # no partial batch: peers differ in what they do with one
@@ -195,7 +195,7 @@ class Job:
 
     def turns(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of all steps, over as many epochs as that takes; notes when each began."""
-        total = self.warm + self.steps_made
+        total = self.warm + self.steps
         while True:
             for batch in loader:
                 if len(self._times) == self.warm:

@@ -29,7 +29,7 @@ from paceline.state.blocks import BlockIndex, index_from_json, index_to_json
 SAVING_PREFIX: Final = ".saving-"
 # Errors of removing a folder while a process that is about to end still writes to it.
 _BUSY_FOLDER_ERRORS: Final = (errno.ENOENT, errno.ENOTEMPTY)
-_POLL_SECONDS: Final = 0.01  # seconds between two looks at the folder
+_POLL_INTERVAL: Final = 0.01  # seconds between two looks at the folder
 _MAX_NOTE_BYTES: Final = 1 << 30  # bytes of a worker's note
 
 
@@ -138,7 +138,7 @@ def collect_parts(place: Path, numbers: Sequence[int], seconds: float) -> list[W
                     f"{seconds:g} s; check whether that worker hangs, or raise "
                     "start(deadline=seconds) if the disk is slow"
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_POLL_INTERVAL)
         contents.append(_read_note(note_path))
     return contents
 

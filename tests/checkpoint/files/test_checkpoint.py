@@ -435,7 +435,8 @@ from pathlib import Path
 from paceline.state.snapshot import make_snapshot
 from paceline.checkpoint.files.checkpoint import save_checkpoint
 for step in range(1, 100_000):
-    save_checkpoint(Path(sys.argv[1]), make_snapshot({"x": torch.full((50_000,), float(step))}), step, keep=2)
+    state = make_snapshot({"x": torch.full((50_000,), float(step))})
+    save_checkpoint(Path(sys.argv[1]), state, step, keep=2)
     if step == 2:
         print("ready", flush=True)
 """

@@ -104,7 +104,7 @@ for step in range(1, 4):
 ENDING = """
 if shown is not None:
     shown.close()
-events.closed(place)
+events.report_closed(place)
 """
 WAITING = """
 time.sleep(1000)

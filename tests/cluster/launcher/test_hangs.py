@@ -35,7 +35,8 @@ def answers(done, *, waits):
     def listen():
         while True:
             if commands.wait_for_question(place.orders_fd, 0.05):
-                events.report_position(place, done, f"backward of step {done - 4}", 2.5, waits=waits)
+                call = f"backward of step {done - 4}"
+                events.report_position(place, done, call, 2.5, waits=waits)
     threading.Thread(target=listen, daemon=True).start()
 
 def hangs():

@@ -267,7 +267,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
     )
     asked: list[LaunchRequest] = []
     monkeypatch.setattr(
-        "paceline.cli.launch.run", lambda job, environ, watcher: asked.append(job) or 0
+        "paceline.cli.launch.run_job", lambda job, environ, watcher: asked.append(job) or 0
     )
     monkeypatch.setattr(sys, "argv", shlex.split(_write_join_command(given)))
     with pytest.raises(SystemExit):

@@ -59,7 +59,9 @@ class TestOutput:
     @pytest.mark.jobs
     def test_bytes_that_are_no_text(self, script, tmp_path):
         path = script("os.write(1, b'\\xff\\xfe\\n')")
-        command = f"from paceline.cluster.launcher.launch import *; run(LaunchRequest({path!r}))"
+        command = (
+            f"from paceline.cluster.launcher.launch import *; run_job(LaunchRequest({path!r}))"
+        )
         done = subprocess.run(
             [sys.executable, "-c", command], capture_output=True, cwd=ROOT, check=True
         )
@@ -113,7 +115,8 @@ class TestOutput:
         body = """
             from paceline.cluster.discover import discover_place
             told = any('0123456789abcdef' in value for value in os.environ.values())
-            print(discover_place().secret.decode(), discover_place().secret == discover_place().secret, told)
+            secret = discover_place().secret
+            print(secret.decode(), discover_place().secret == secret, told)
         """
         assert (
             launch(script(body), 1, PACELINE_SECRET="0123456789abcdef").end()[1]
@@ -390,7 +393,7 @@ raise RuntimeError("connection reset by peer")
 
     @pytest.mark.slow
     def test_leaving_in_good_order_at_different_times(self, script, launch):
-        joined = textwrap.indent(JOINED + "events.closed(place)\n", "    ")
+        joined = textwrap.indent(JOINED + "events.report_closed(place)\n", "    ")
         path = script(f"if sys.argv[1:]:\n{joined}time.sleep(0.6 * rank)")
         short = short_timings.environ(supervisor={"left": 0.3})
         assert [

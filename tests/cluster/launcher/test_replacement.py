@@ -110,7 +110,7 @@ def test_the_last_to_fail_ends_the_job_once_it_has_ended(host, monkeypatch):
         # it failed before it ended
         return Failure(1, "host", 1, "failed with exit code 1 (KeyError)", False, 3.0, "")
 
-    first.ended = host.at
+    first.ended_at = host.at
     assert turn() is None and host.mending.elastic_peers.view.workers == (2,)
     host.at += 1.0
     second.records.append(
@@ -118,6 +118,6 @@ def test_the_last_to_fail_ends_the_job_once_it_has_ended(host, monkeypatch):
     )
     assert turn() is None and host.mending.elastic_peers.view.workers == ()
     host.at += 3.0
-    second.ended = host.at
+    second.ended_at = host.at
     found = turn()
     assert found is not None and found.rank == 1

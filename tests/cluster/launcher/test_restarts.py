@@ -451,8 +451,8 @@ import os, signal
 from paceline.cluster.launcher import launch, restarts
 
 class Interrupted(restarts.JobRestarts):
-    def settle(self, failure, workers):
-        settled = super().settle(failure, workers)
+    def settle_sequel(self, failure, workers):
+        settled = super().settle_sequel(failure, workers)
         os.kill(os.getpid(), signal.SIGINT)
         return settled
 

@@ -61,7 +61,7 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
         return GatherStep(Index(0), number, 3, may_go_on=True, contribution=Contribution(0.5, ()))
 
     sent = [begun.send(worker, gather(1)) for worker in (0, 1)]
-    assert [one.wait(SECONDS).workers for one in sent] == [(0, 1)] * 2, (
+    assert [one.wait_for_reply(SECONDS).workers for one in sent] == [(0, 1)] * 2, (
         "nobody knows yet how long a turn takes"
     )
     for worker in (0, 1):
@@ -71,11 +71,11 @@ def test_who_is_late_is_found_out_though_nothing_comes(begun: Any, how: str) -> 
         )
     waits = begun.send(0, gather(2))
     if how == "late":
-        found = waits.wait(SECONDS)
+        found = waits.wait_for_reply(SECONDS)
         assert (found.workers, found.step, found.parts, found.slowest) == ((0,), 2, 0.5, 1)
     else:
         assert begun(1, gather(2)).workers in ((0, 1), (1,))
-        waits.wait(SECONDS)
+        waits.wait_for_reply(SECONDS)
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.soak)])
@@ -114,10 +114,10 @@ def test_senseless_messages(request: Any, kept: str, count: int) -> None:
         torch.frombuffer(bytearray(chance.randbytes(size)), dtype=torch.uint8)
         for size in (16, 16, 20, 20, 24)
     ]
-    kinds = [*begun.server._parameters.handlers]
+    kinds = [*begun.server._shard_rpc.handlers]
     for _ in range(count):
         kind, body = chance.choice(kinds), dict[str, Any]()
-        for name in kind._values:
+        for name in kind._header_codecs:
             flags = (
                 [True, False]
                 if name in ("keep", "drop_late", "decided", "same", "undo", "copy")
@@ -127,7 +127,7 @@ def test_senseless_messages(request: Any, kept: str, count: int) -> None:
         caller.send(
             kind.kind,
             body=body,
-            tensors=chance.choices(tensors, k=len(kind._tensors)),
+            tensors=chance.choices(tensors, k=len(kind._tensor_codecs)),
             seconds=SECONDS,
         )
     begun(0, ReadMemories())

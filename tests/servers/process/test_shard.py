@@ -157,7 +157,7 @@ def test_twenty_steps_are_those_of_one_process(kind, servers):
             ]
             chance.shuffle(pushes)
             for shard, *push in pushes:
-                shard.push(*push)
+                shard.push_gradient(*push)
             parts = [shard.compute_norm(0, range(workers)) for shard in there.shards]
             assert math.isclose(math.hypot(*parts), norm, rel_tol=1e-12)
             factor, now = min(1.0, 50.0 / (norm + 1e-6)), recipe.read_settings(mine)
@@ -182,7 +182,7 @@ def test_the_sum_does_not_depend_on_who_comes_first():
                 pushes += there.pushes(grads, worker)
             random.Random(seed + step).shuffle(pushes)
             for shard, *push in pushes:
-                shard.push(*push)
+                shard.push_gradient(*push)
             for shard in there.shards:
                 shard.close_step(0, step, range(4))
         found.append(there.read())
@@ -202,21 +202,21 @@ def there():
 def push(there: Servers, step: int, workers: Any = (0, 1)) -> None:
     for worker in workers:
         for shard, *parts in there.pushes(gradients(step, worker), worker):
-            shard.push(*parts)
+            shard.push_gradient(*parts)
 
 
 class TestOnce:
     def test_a_step_that_comes_again_does_nothing(self, there):
         push(there, 1)
         shard = there.shards[0]
-        assert shard.close(0, 1, [0, 1]) and not shard.close(0, 1, [0, 1])
+        assert shard.close_step(0, 1, [0, 1]) and not shard.close_step(0, 1, [0, 1])
         with pytest.raises(Mismatch, match="step 3 of optimizer 0 can't come after step 1"):
-            shard.close(0, 3, [0, 1])
+            shard.close_step(0, 3, [0, 1])
 
     def test_a_push_that_comes_again_counts_once(self, there):
         push(there, 1, (0, 1, 0, 0, 1))
         for shard in there.shards:
-            shard.close(0, 1, [0, 1])
+            shard.close_step(0, 1, [0, 1])
         model = parameters()
         other = Servers(model, [KINDS["adam"](model)], 1)
         push(other, 1)
@@ -228,12 +228,12 @@ class TestOnce:
     def test_a_turn_that_is_dealt_again_replaces_what_was_pushed(self, there):
         push(there, 7)
         for shard in there.shards:
-            shard.drop(0)
-            shard.drop(1)
-            assert shard.missing(0, [0, 1]) == [0, 1]
+            shard.discard_worker_pushes(0)
+            shard.discard_worker_pushes(1)
+            assert shard.list_missing_workers(0, [0, 1]) == [0, 1]
         push(there, 1, (1,))
         for shard in there.shards:
-            assert shard.missing(0, [1]) == [] and shard.close(0, 1, [1])
+            assert shard.list_missing_workers(0, [1]) == [] and shard.close_step(0, 1, [1])
         alone = parameters()
         one = KINDS["adam"](alone)
         for p, grad in zip(alone, gradients(1, 1), strict=True):
@@ -246,15 +246,15 @@ class TestOnce:
 
     def test_only_who_is_named_counts(self, there):
         push(there, 1, (0, 1, 2))
-        there.shards[0].drop(2)
+        there.shards[0].discard_worker_pushes(2)
         with pytest.raises(Mismatch, match=r"workers \[2\] have not pushed"):
-            there.shards[0].close(0, 1, [0, 2])
-        assert there.shards[1].close(0, 1, [0, 1])
+            there.shards[0].close_step(0, 1, [0, 2])
+        assert there.shards[1].close_step(0, 1, [0, 1])
 
     def test_who_comes_after_the_sum_is_late(self, there):
         push(there, 1, (0,))
         shard = there.shards[0]
-        shard.norm(0, [0])
+        shard.compute_norm(0, [0])
         with pytest.raises(Mismatch, match="worker 1 comes too late"):
             push(there, 1, (1,))
 
@@ -262,16 +262,16 @@ class TestOnce:
 class TestFits:
     def test_another_shape_or_dtype(self, there):
         shard = there.shards[0]
-        flat = shard.read(0)
-        used = bytes(len(shard.plan.runs[0]))
+        flat = shard.read_unit(0)
+        used = bytes(len(shard.plan.unit_pieces[0]))
         for wrong in (flat[:-1].clone(), flat.float(), flat.view(1, -1).clone()):
             with pytest.raises(Mismatch, match="unit 0 is float64"):
-                shard.push(0, 0, wrong, used)
+                shard.push_gradient(0, 0, wrong, used)
         with pytest.raises(Mismatch, match="there is no unit 99"):
-            shard.push(99, 0, flat, used)
+            shard.push_gradient(99, 0, flat, used)
         with pytest.raises(Mismatch, match="whether they were used"):
-            shard.push(0, 0, flat.clone(), used + b"\1")
-        assert shard.missing(0, [0]) == [0]
+            shard.push_gradient(0, 0, flat.clone(), used + b"\1")
+        assert shard.list_missing_workers(0, [0]) == [0]
 
 
 def test_two_optimizers_step_by_themselves():
@@ -308,7 +308,7 @@ def test_gradients_that_are_applied_as_they_come():
                 p.grad = grad * 0.5
             one.step()
             for shard, number, _, flat, used in there.pushes(grads, worker):
-                shard.push(number, worker, flat, used)
+                shard.push_gradient(number, worker, flat, used)
             for shard in there.shards:
                 assert shard.apply_gradient(0, worker, step, factor=0.5, part=0.25)
                 assert not shard.apply_gradient(0, worker, step, factor=0.5, part=0.25), (
@@ -350,7 +350,7 @@ def test_what_comes_late_is_kept_for_a_later_step(clipped):
                 for shard, number, _, flat, used in there.pushes(
                     [g / 3 for g in gradients(turn, worker)], worker
                 ):
-                    shard.push(number, worker, flat, used, keep=True)
+                    shard.push_gradient(number, worker, flat, used, keep=True)
         for shard in there.shards:
             assert shard.close_step(
                 0, step, [worker for worker, _ in who], factor=1 / part, part=part, keep=True
@@ -373,11 +373,11 @@ def test_a_replica_goes_on_from_the_state(there, summed):
     """As it travels, in the middle of a step: bit for bit the same."""
     push(there, 1)
     for shard in there.shards:
-        shard.close(0, 1, [0, 1])
+        shard.close_step(0, 1, [0, 1])
     push(there, 2)
     shard = there.shards[0]
     if summed:
-        shard.norm(0, [0, 1])
+        shard.compute_norm(0, [0, 1])
     other = Shard(shard.plan)
     other.load_state_dict(
         snapshot_from_bytes(make_snapshot(shard.state_dict()).to_bytes()).unpack_state()
@@ -390,7 +390,7 @@ def test_a_replica_goes_on_from_the_state(there, summed):
         )
     for number in range(len(shard.units)):
         assert (
-            torch.equal(shard.read(number), other.read_unit(number))
+            torch.equal(shard.read_unit(number), other.read_unit(number))
             and shard.units[number].version == other.units[number].version
         )
     assert other.units[0].bucket.flat.data_ptr() != shard.units[0].bucket.flat.data_ptr()

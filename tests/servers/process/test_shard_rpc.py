@@ -52,12 +52,12 @@ def test_a_step_waits_for_all_and_a_read_for_the_step(begun: Any) -> None:
     closing, reading, early = (
         begun.send(0, request) for request in (close(1, (0, 1)), pull(1, 1), pull(1, 0))
     )
-    assert torch.equal(early.wait(SECONDS).values[:12], torch.ones(12)), (
+    assert torch.equal(early.wait_for_reply(SECONDS).values[:12], torch.ones(12)), (
         "what nobody has to wait for isn't held up"
     )
     begun(1, close(1, (0, 1)))
-    closing.wait(SECONDS)
-    assert torch.equal(reading.wait(SECONDS).values[:12], torch.full((12,), 1 - 0.5 * 3))
+    closing.wait_for_reply(SECONDS)
+    assert torch.equal(reading.wait_for_reply(SECONDS).values[:12], torch.full((12,), 1 - 0.5 * 3))
     assert torch.equal(begun(1, pull(0, 1)).values[:5], torch.full((5,), 1 - 0.25 * 3))
     begun(0, close(1, (0, 1)))  # comes again, and does nothing
     assert torch.equal(begun(1, pull(0, 1)).values[:5], torch.full((5,), 1 - 0.25 * 3))
@@ -146,7 +146,7 @@ def test_a_step_whose_workers_are_lost_is_left_out_in_its_turn(begun: Any) -> No
         for unit in (0, 1):
             begun(worker, push(unit, ONES, keep=True))
     begun(0, close(1, decided=True, keep=True))
-    skipped.wait(SECONDS)
+    skipped.wait_for_reply(SECONDS)
     begun(1, ReadNorm(OPTIMIZER, 3, (1,), 2.0, decided=True))  # of one who is lost then
     begun(0, SkipStep(OPTIMIZER, 3))
     begun(0, SkipStep(OPTIMIZER, 3))
@@ -176,6 +176,8 @@ def test_steps_that_are_decided_are_taken_in_their_order(begun: Any) -> None:
     closing = begun.send(1, close(2, (1,), **decided))
     reading = begun.send(1, pull(0, 2, copy=True))
     begun(0, close(1, (0,), **decided))
-    assert norm.wait(SECONDS).norm == 64.0
-    closing.wait(SECONDS)
-    assert torch.equal(reading.wait(SECONDS).values[:5], torch.full((5,), 1 - 0.5 * 0.25 * (1 + 2)))
+    assert norm.wait_for_reply(SECONDS).norm == 64.0
+    closing.wait_for_reply(SECONDS)
+    assert torch.equal(
+        reading.wait_for_reply(SECONDS).values[:5], torch.full((5,), 1 - 0.5 * 0.25 * (1 + 2))
+    )

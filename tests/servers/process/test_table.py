@@ -51,12 +51,12 @@ def test_an_index_finds_what_was_added(index: Any) -> None:
     made, chance, known = index(), np.random.default_rng(1), dict[int, int]()
     for _ in range(8):
         drawn = np.unique(chance.integers(0, 1 << 20, 20_000))
-        found = made.find(drawn)
+        found = made.find_slots(drawn)
         assert found.tolist() == [known.get(number, -1) for number in drawn.tolist()]
         new = drawn[found < 0]
-        made.add(new, len(known))
+        made.add_rows(new, len(known))
         known |= {number: len(known) + place for place, number in enumerate(new.tolist())}
-    assert made.find(np.array([], dtype=np.int64)).tolist() == []
+    assert made.find_slots(np.array([], dtype=np.int64)).tolist() == []
 
 
 def test_rows_that_were_never_stepped_take_nothing() -> None:

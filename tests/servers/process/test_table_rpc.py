@@ -233,7 +233,7 @@ class TestRefusals:
         with pytest.raises(Mismatch, match="a part of it is missing"):
             one.call(rows.PullRows.kind, body={}, seconds=SECONDS)
         with pytest.raises(Mismatch, match="no worker has sent"):
-            one.call("close", body={}, seconds=SECONDS)
+            one.call("close_step", body={}, seconds=SECONDS)
 
 
 class TestOutOfLockstep:

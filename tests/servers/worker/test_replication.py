@@ -81,24 +81,26 @@ class Ends:
     cancel_scope = None
 
     def __init__(self, shards: int) -> None:
-        self.of: list[list[int]] = [[] for _ in range(shards)]
+        self.callers_by_shard: list[list[int]] = [[] for _ in range(shards)]
         self.dead: list[int] = []
 
-    def lost(self, seconds: float) -> list[int]:
-        return [number for copies in self.of for number in copies if number in self.dead]
+    def find_lost_servers(self, seconds: float) -> list[int]:
+        return [
+            number for copies in self.callers_by_shard for number in copies if number in self.dead
+        ]
 
-    def names(self, numbers: Collection[int]) -> list[str]:
+    def get_server_names(self, numbers: Collection[int]) -> list[str]:
         return [f"server {number}" for number in sorted(numbers)]
 
-    def reach(self, endpoints: ServerEndpoints, me: int) -> None:
-        self.of = [[] for _ in self.of]
+    def update_servers(self, endpoints: ServerEndpoints, me: int) -> None:
+        self.callers_by_shard = [[] for _ in self.callers_by_shard]
         for number, shard in zip(endpoints.numbers, endpoints.shards, strict=True):
-            self.of[shard].append(number)
+            self.callers_by_shard[shard].append(number)
 
-    def know(self, number: int, end: Any) -> None:
+    def add_connection(self, number: int, end: Any) -> None:
         pass
 
-    def call(self, endpoints: ServerEndpoints, me: int) -> Any:
+    def connect_server(self, endpoints: ServerEndpoints, me: int) -> Any:
         return type("End", (), {"number": endpoints.numbers[0], "close": lambda self: None})()
 
 
@@ -116,7 +118,7 @@ def play(
 
     def work(group: Group) -> Any:
         pool, ends = Town(hosts[group.rank], servers), Ends(len({shard for _, shard, _ in servers}))
-        ends.reach(pool.remove_servers(()), 0)
+        ends.update_servers(pool.remove_servers(()), 0)
 
         def fill(shard: int, end: Any) -> Iterator[None]:
             yield
@@ -155,8 +157,8 @@ def test_what_leaving_hosts_keep_is_copied_to_those_that_stay(leaving: list[str]
         assert not replacing.relieve_hosts(hosts, leaving) and pool.next_server == 3 + len(leaving)
         all_in(replacing)
         assert replacing.relieve_hosts(hosts, leaving) and not replacing.has_starting_copies
-        replacing.part(leaving)
-        return pool.servers, ends.of
+        replacing.drop_leaving_servers(leaving)
+        return pool.servers, ends.callers_by_shard
 
     found = play(act, SERVERS)
     servers, ends = found[0]
@@ -208,7 +210,12 @@ def test_who_has_not_heard_yet_that_servers_left_hears_it_after_a_loss() -> None
         if replacing.context.group.rank % 2:
             replacing.drop_leaving_servers(["b"])
         replacing.agree_on_losses(replacing.context)
-        return pool.servers, ends.of, dict(replacing._starting_copies), replacing.take_lost_names()
+        return (
+            pool.servers,
+            ends.callers_by_shard,
+            dict(replacing._starting_copies),
+            replacing.take_lost_names(),
+        )
 
     found = play(act, [(0, 0, "a"), (1, 0, "b")], copies=2)
     assert all(each == found[0] for each in found)
@@ -238,7 +245,7 @@ def test_who_has_not_taken_a_copy_in_yet_does_so_after_a_loss(quick: tuple[int, 
         replacing.agree_on_losses(replacing.context)
         if replacing.context.group.rank not in quick:
             replacing.take_in_copies(told, alive)
-        return sorted(pool.servers), ends.of, replacing.has_starting_copies
+        return sorted(pool.servers), ends.callers_by_shard, replacing.has_starting_copies
 
     found = play(act, SERVERS)
     assert all(each == found[0] for each in found) and not found[0][2]
@@ -257,7 +264,7 @@ def test_a_copy_that_its_starter_has_not_heard_of_is_not_waited_for() -> None:
         assert not replacing.has_starting_copies
         replacing.relieve_hosts(dict(enumerate(where)), ["c"])
         all_in(replacing)
-        return pool.next_server, sorted(pool.servers), ends.of
+        return pool.next_server, sorted(pool.servers), ends.callers_by_shard
 
     found = play(act, SERVERS, hosts=where)
     assert all(each == found[0] for each in found), found
