@@ -30,3 +30,11 @@ def call_at_end_of_backward(act: Callable[[], None]) -> None:
     torch raises if no pass runs in this thread.
     """
     Variable._execution_engine.queue_callback(act)
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the pass under way executes this node of the graph."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # the node is the end of the pass, as in torch.autograd.grad
+        return False

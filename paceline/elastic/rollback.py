@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # private: the base of all BatchNorms
 
 from paceline.errors import WorkerLost
+from paceline.parallel.batchnorm import NormWithBuffers
 from paceline.state.snapshot import Snapshot, make_snapshot
+from paceline.state.tensor_version import version_of
 from paceline.state.versioned import GeneratorStates, Stateful
 from paceline.sync.autograd import GradientTracker
 
@@ -81,13 +82,13 @@ class Rollback:
         self._buffer_copies = []
         for module in (module for model in self._models for module in model.modules()):
             # torch changes the statistics of BatchNorm without counting it in `_version`.
-            is_counted = not isinstance(module, _NormBase)
+            is_counted = not isinstance(module, NormWithBuffers)
             for buffer in module.buffers(recurse=False):
                 version, values = previous.get(id(buffer), (None, buffer))
                 # Buffers such as masks don't change: one copy is enough for all turns.
-                if version is None or version != _get_tensor_version(buffer):
+                if version is None or version != version_of(buffer):
                     version, values = (
-                        _get_tensor_version(buffer) if is_counted else None,
+                        version_of(buffer) if is_counted else None,
                         buffer.detach().clone(),
                     )
                 self._buffer_copies.append((buffer, version, values))
@@ -136,7 +137,7 @@ class Rollback:
             self._load_parts(self._full_state)
         with torch.no_grad():
             for buffer, version, values in self._buffer_copies:
-                if version is None or version != _get_tensor_version(buffer):
+                if version is None or version != version_of(buffer):
                     buffer.copy_(values)
         if self._kept_objects is not None:
             self._load_parts(self._kept_objects)
@@ -147,10 +148,3 @@ class Rollback:
         parts = self._get_parts()
         for name, state in snapshot.unpack_state().items():
             parts[name].load_state_dict(state)
-
-
-def _get_tensor_version(buffer: Tensor) -> int | None:
-    """Number of in-place changes that torch has counted; None if it doesn't count them."""
-    # A private part of torch: autograd's counter of in-place changes. Without it, treat all buffers
-    # as uncounted (None), which copies them in each turn.
-    return None if buffer.is_inference() else buffer._version

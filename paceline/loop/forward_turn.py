@@ -20,6 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.backward_pass import will_execute
 from paceline.data.loader import Turn
 from paceline.errors import UsageError
 from paceline.loop.turns import TrainingLoop
@@ -82,7 +83,7 @@ def _check_weights_equal(loop: TrainingLoop, then: Turn) -> None:
     now = loop.training_turn
     scale = 1.0 / loop.context.group.size if now is None else now.scale
     if not math.isclose(scale, then.scale, rel_tol=1e-9) and any(
-        _will_reach(watched.node) for watched in loop.backward.watched.parameters
+        will_execute(watched.node) for watched in loop.backward.watched.parameters
     ):
         where = (
             "after the loop over the loader" if now is None else f"in the turn of batch {now.index}"
@@ -95,11 +96,3 @@ def _check_weights_equal(loop: TrainingLoop, then: Turn) -> None:
             "turn of each batch: (loss / k).backward() adds up gradients, and run.no_sync() saves "
             "their exchanges"
         )
-
-
-def _will_reach(node: Any) -> bool:
-    """Whether the pass under way adds to the gradient of the parameter whose node this is."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # it is what torch.autograd.grad was asked for
-        return False

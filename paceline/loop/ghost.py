@@ -14,11 +14,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.agreement import Agreement
 from paceline.data.serialization import pack_value, unpack_value
-from paceline.parallel.batchnorm import is_synchronised
+from paceline.parallel.batchnorm import NormWithBuffers, is_synchronised
 
 # relative and absolute difference that rounding may make between workers in a buffer that depends
 # on weights alone
@@ -58,7 +57,7 @@ def share_buffers(saved: SavedBuffers, agreement: Agreement, *, ghost: bool) -> 
     Collective.
     """
     shared = [
-        place for place, (module, *_) in enumerate(saved) if not isinstance(module, _NormBase)
+        place for place, (module, *_) in enumerate(saved) if not isinstance(module, NormWithBuffers)
     ]
     if not shared:
         return

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from paceline.comm.group_protocol import piece_bounds
 from paceline.data.batches import count_rows, cut_rows
@@ -25,6 +24,7 @@ from paceline.errors import DataError
 from paceline.formatting import format_count
 from paceline.loop.ghost import copy_buffers, restore_buffers
 from paceline.loop.out_of_memory import is_out_of_memory
+from paceline.parallel.batchnorm import BatchNorm, NormWithBuffers
 from paceline.parallel.containers import tree_leaves
 
 # steps in which memory may turn out to be too small: optimizers have all of their state after the
@@ -79,9 +79,11 @@ class StepBatch(NamedTuple):
 
 def _takes_statistics(module: nn.Module) -> bool:
     """Whether a layer's output or running statistics would change if a batch came in parts."""
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNorm):
         return module.training or module.running_mean is None
-    return isinstance(module, _NormBase) and module.training and module.running_mean is not None
+    return (
+        isinstance(module, NormWithBuffers) and module.training and module.running_mean is not None
+    )
 
 
 class OtherLeaves(Exception):

@@ -27,6 +27,7 @@ from torch import nn
 from paceline.cluster.control.progress import ProgressPage
 from paceline.data.loader import ShareLoader, Turn
 from paceline.loop.observers import LoopObservers
+from paceline.state.tensor_version import version_of
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
 from paceline.sync.transaction import Transaction
@@ -136,12 +137,14 @@ class IdleEpochs:
         On several workers `reached` shows a backward pass.
         """
         parameters = [p for model in self._loop.models for p in model.parameters()]
-        marks: list[Any] = [p._version for p in parameters]
+        marks: list[Any] = [version_of(p) for p in parameters]
         some = [p for p in parameters if p.requires_grad and p.device.type == "cpu"][:COMPARED]
         # p.data changes without being counted
         marks += [p.detach().reshape(-1)[:COMPARED].tolist() for p in some]
         if self._context.group.size == 1:
-            marks += [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]
+            marks += [
+                None if p.grad is None else (id(p.grad), version_of(p.grad)) for p in parameters
+            ]
         return marks
 
     def note_turn(

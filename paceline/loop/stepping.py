@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.comm.group_protocol import piece_bounds
 from paceline.data.spec import Weigh
@@ -27,8 +26,10 @@ from paceline.loop.ghost import copy_buffers, restore_buffers
 from paceline.loop.halving import HalvedSteps, OtherLeaves, StepBatch, find_leaves
 from paceline.loop.out_of_memory import is_out_of_memory
 from paceline.loop.turns import TrainingLoop
+from paceline.parallel.batchnorm import BatchNorm
 from paceline.parallel.containers import tree_leaves
 from paceline.parallel.pipelining.batches import BatchShare, Loss, refuse_loss_class
+from paceline.state.tensor_version import version_of
 from paceline.sync.autograd_engine import STEPPED_ATTRIBUTE
 
 MicroBatches = int | Literal["auto"]
@@ -225,9 +226,7 @@ class SteppedModels:
         several = self._loop.context.group.size > 1
         return bool(self._cuts.applied) or (
             several
-            and any(
-                isinstance(module, _BatchNorm) and module.training for module in model.modules()
-            )
+            and any(isinstance(module, BatchNorm) and module.training for module in model.modules())
         )
 
     def _step_undivided(self, batch: StepBatch, loss: Loss, obstacle: str) -> Tensor:
@@ -243,7 +242,7 @@ class SteppedModels:
         grads = [parameter.grad for parameter in batch.model.parameters()]
         return [
             self._loop.backward.begun,
-            *((id(grad), None if grad is None else grad._version) for grad in grads),
+            *((id(grad), None if grad is None else version_of(grad)) for grad in grads),
         ]
 
     def _find_unknown_weights(self, weigh: Weigh | None) -> str | None:

@@ -16,17 +16,21 @@ import types
 import weakref
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
 from paceline.comm.group_protocol import Group
 from paceline.errors import UsageError
 
+# Private to torch: the base of BatchNorm1d to 3d, and the base of all layers with running
+# statistics (InstanceNorm as well). torch has no public name for them; a rename raises ImportError.
+BatchNorm: Final = _BatchNorm
+NormWithBuffers: Final = _NormBase
 # Set on the function that replaces a layer's forward.
 _MARK = "_paceline_batchnorm"
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -23,7 +22,7 @@ from paceline.errors import UsageError
 from paceline.loop import forward_turn
 from paceline.loop.epochs import LoaderEpochs
 from paceline.loop.step import TrainingStep
-from paceline.parallel.batchnorm import desynchronise_batchnorm, synchronise_batchnorm
+from paceline.parallel.batchnorm import BatchNorm, desynchronise_batchnorm, synchronise_batchnorm
 from paceline.prepare import checks, hooks, metrics, scaling, tensor_peers
 from paceline.prepare.cuts import ModelCuts
 from paceline.prepare.device import make_mover
@@ -170,7 +169,7 @@ class Prepared:
         if optimizers:
             self.cuts.check_used()
         if options["batchnorm"] == "sync" and any(
-            isinstance(module, _BatchNorm) for model in models for module in model.modules()
+            isinstance(module, BatchNorm) for model in models for module in model.modules()
         ):
             if self._sample_queue is not None:
                 raise UsageError(
@@ -346,7 +345,7 @@ class Prepared:
         if context.group.size == 1:
             return
         self.subgroups.layer_group()
-        norms: Any = _BatchNormGroup(self)
+        norms: Any = BatchNormGroup(self)
         for model in models:
             synchronise_batchnorm(
                 model,
@@ -384,7 +383,7 @@ class Prepared:
         self.state.add_part(f"{kind}{taken}" if taken else kind, thing)
 
 
-class _BatchNormGroup:
+class BatchNormGroup:
     """A group for BatchNorm whose exchanges are visible to others, and which survives losses."""
 
     def __init__(self, prepared: Prepared) -> None:

@@ -28,12 +28,12 @@ import msgpack
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.nn.modules.batchnorm import _BatchNorm  # private: the base of BatchNorm1d to 3d
 from torch.optim import Optimizer
 
-from paceline.parallel.batchnorm import is_synchronised
+from paceline.parallel.batchnorm import BatchNorm, is_synchronised
 from paceline.state.checksum import compute_checksums
 from paceline.state.snapshot import Snapshot, make_snapshot
+from paceline.state.tensor_version import version_of
 from paceline.sync.base import Slot
 
 PLAIN_TYPES: Final = (bool, int, float, str, complex, bytes, type(None))
@@ -94,7 +94,7 @@ class _KnownBuffer:
     checksum: int
 
     def compare_state(self, buffer: Tensor, number: int) -> int:
-        if self.tensor() is not buffer or self.version != _get_tensor_version(buffer):
+        if self.tensor() is not buffer or self.version != version_of(buffer):
             return CHANGED
         return SAME if self.checksum == number else ALTERED
 
@@ -122,7 +122,7 @@ class ReplicaContents:
             new_buffers.items(), compute_checksums(list(new_buffers.values())), strict=True
         ):
             self._known_buffers[name] = _KnownBuffer(
-                weakref.ref(buffer), _get_tensor_version(buffer), checksum
+                weakref.ref(buffer), version_of(buffer), checksum
             )
 
     def checksum_own_buffers(self) -> dict[str, int]:
@@ -250,7 +250,7 @@ class ReplicaContents:
     def _make_setter(self, name: str, buffer: Tensor) -> Callable[[Tensor], None]:
         def become(values: Tensor) -> None:
             _copy_values(buffer, values)
-            self._known_buffers[name].version = _get_tensor_version(buffer)
+            self._known_buffers[name].version = version_of(buffer)
 
         return become
 
@@ -267,7 +267,7 @@ def find_own_buffers(model: nn.Module) -> set[str]:
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
-    return isinstance(module, _BatchNorm) and name in BATCHNORM_STATISTICS
+    return isinstance(module, BatchNorm) and name in BATCHNORM_STATISTICS
 
 
 def _is_synchronised_statistic(module: nn.Module, name: str) -> bool:
@@ -322,10 +322,3 @@ def _is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not (
         tensor.is_quantized or tensor.is_meta or tensor.is_nested
     )
-
-
-def _get_tensor_version(buffer: Tensor) -> int | None:
-    """Number of in-place changes that torch has counted; None if it doesn't count them."""
-    # A private part of torch: autograd's counter of in-place changes. Without it, no buffer would
-    # be known to be unchanged.
-    return None if buffer.is_inference() else buffer._version

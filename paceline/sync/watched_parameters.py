@@ -22,6 +22,7 @@ from torch.nn import Parameter
 
 from paceline.comm.bucket_layout import add_gradients
 from paceline.errors import UsageError
+from paceline.state.tensor_version import version_of
 from paceline.sync.base import Slot
 from paceline.sync.gradient_guard import GradientGuard, explain_changed
 from paceline.sync.mixed_weights import MixedWeights
@@ -59,7 +60,7 @@ class WatchedParameter:
         self.prior: Tensor | None = None
         self.unsent: Tensor | None = None
         self.shown: Tensor | None = None
-        self.version = 0
+        self.version: int | None = 0
         self.lent_id = 0
 
     def set_apart(self, *, silent: bool, overwrites: Overwrites) -> None:
@@ -78,7 +79,7 @@ class WatchedParameter:
     def _reclaim(self, grad: Tensor | None) -> None:
         """Find out if the script has changed `p.grad` since a silent pass showed its sum there."""
         shown, self.shown = self.shown, None
-        if grad is shown and shown is not None and shown._version == self.version:
+        if grad is shown and shown is not None and version_of(shown) == self.version:
             return
         if grad is shown and self.prior is None:
             self.unsent = grad  # changed in place (zeroed, clipped): the sum is what it is now
@@ -117,7 +118,7 @@ class WatchedParameter:
             self.unsent if self.prior is None else add_gradients(self.unsent.clone(), self.prior)
         )
         self.parameter.grad = self.shown = shown
-        self.version = shown._version
+        self.version = version_of(shown)
 
     def set_mean(self, mean: Tensor) -> None:
         """Set `p.grad` to a tensor in the strategy's memory.

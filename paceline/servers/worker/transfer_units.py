@@ -21,6 +21,7 @@ from paceline.servers.process.partition import RowRange, cut_parameters, deal_pi
 from paceline.servers.process.shard import ShardPlan
 from paceline.servers.protocol.message import Acknowledged, Index, SentRequest
 from paceline.servers.protocol.samples import Notes
+from paceline.state.tensor_version import version_of
 from paceline.sync.base import Slot
 from paceline.timings import DEFAULT_TIMINGS, ServerTimings
 
@@ -37,7 +38,7 @@ class TransferUnit:
     # Pushes that were not acknowledged yet.
     pending_pushes: list[SentRequest[Acknowledged]] = field(default_factory=list)
     # Gradients that were pushed for this step, by slot, and their versions at that time.
-    pushed_gradients: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
+    pushed_gradients: dict[int, tuple[Tensor | None, int | None]] = field(default_factory=dict)
     ways: Phases = ()  # codings of its pushes
 
     @property
@@ -78,14 +79,14 @@ class TransferUnit:
                 view.zero_()
             else:
                 torch.mul(select_rows(grad, piece), factor, out=view)
-        self.pushed_gradients = {slot: (grad, get_version(grad)) for slot, grad in grads.items()}
+        self.pushed_gradients = {slot: (grad, _version(grad)) for slot, grad in grads.items()}
         return bytes(used)
 
     def has_changed(self, grads: Mapping[int, Tensor | None]) -> bool:
         """Whether these gradients differ from the pushed ones."""
         return not self.pushed_gradients or any(
             grad is not self.pushed_gradients[slot][0]
-            or get_version(grad) != self.pushed_gradients[slot][1]
+            or _version(grad) != self.pushed_gradients[slot][1]
             for slot, grad in grads.items()
         )
 
@@ -244,13 +245,6 @@ def select_rows(x: Tensor, piece: RowRange) -> Tensor:
     return x if piece.whole else x[piece.start : piece.stop]
 
 
-def get_version(grad: Tensor | None) -> int:
-    """Get a number that grows when a gradient is changed in place."""
-    # Private in torch: the counter by which autograd notices changes in place. Without it,
-    # gradients that were clipped or scaled after their push would go unnoticed.
-    return 0 if grad is None else grad._version
-
-
 def slice_memory(memory: Mapping[str, Any], piece: RowRange, parameter: Tensor) -> dict[str, Any]:
     """Cut the optimizer state of some rows out of the state of a whole parameter."""
     return {
@@ -277,3 +271,8 @@ def join_memories(parts: Sequence[tuple[RowRange, Mapping[str, Any]]]) -> dict[s
         name: torch.cat([state[name] for state in ordered]) if name in with_rows else value
         for name, value in memory.items()
     }
+
+
+def _version(grad: Tensor | None) -> int | None:
+    """Number that shows if a gradient was clipped or scaled after its push."""
+    return None if grad is None else version_of(grad)

@@ -1,0 +1,14 @@
+"""The version counter of a tensor, by which a change in place shows.
+
+`Tensor._version` is private by name only: torch's own error messages quote it, and its notes on
+autograd describe it. Without it, changes in place would have to be found by comparing values.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Number of changes in place that torch has counted; None for an inference tensor."""
+    return None if tensor.is_inference() else tensor._version
