@@ -206,7 +206,7 @@ def describe_shares(split: NewShares, shares: Sequence[int], hosts: Sequence[str
     who = (
         f"rank {slowest}{where} takes {times:.1f} times as long for a sample"
         if times > ALIKE
-        else "all take as long for a sample"
+        else "all workers take equally long for a sample"
     )
     now = f"shares are now {' + '.join(map(str, shares))}" if shares else "shares have changed"
     return f"{now}: {who}; step {split.after * 1e3:.0f} ms, {split.before * 1e3:.0f} before"
