@@ -135,7 +135,7 @@ class ShareFollower:
         split = balancer.decide_speeds(per_sample=per_sample)
         self._announce_disturbed()
 
-        # Speeds are recorded at each flush, as a checkpoint may be saved at any time.
+        # Record speeds even if shares stay, so that they are known when the workers change.
         if balancer.phase != "equal":
             speeds.record_speeds(agreement.origins, hosts, balancer.curves, per_sample or 1.0)
         if split is not None:
