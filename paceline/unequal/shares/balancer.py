@@ -80,7 +80,7 @@ class Balancer:
     def take_steps(self, steps: Sequence[StepWork]) -> None:
         """Take in steps that have ended."""
         for step in steps:
-            # Loaders prefetch: the first steps after a change aren't typical of it.
+            # The first steps, and those right after a change, aren't typical.
             if self._leave_out:
                 self._leave_out -= 1
             else:
