@@ -116,7 +116,9 @@ class LinkWatch:
         self._last.append([seconds.get(part, 0.0) for part in STEP_PARTS])
         if self._next is None or step < self._next:
             return
-        told = self._axes.everyone.meet("a glance at exchanges", msgpack.packb([*self._last]))
+
+        # Each worker knows only its own steps: all hand over their last two.
+        bodies = self._axes.everyone.meet("a glance at exchanges", msgpack.packb([*self._last]))
         slowdown = self._sensor.glance_at_steps([msgpack.unpackb(body) for body in bodies])
         if slowdown is not None:
             self._sensor.note_examination(slowdown, found=self._examine_links(slowdown, sure=False))
@@ -145,7 +147,7 @@ class LinkWatch:
             f"{slowdown.usual * 1e3:.1f} ms"
         )
 
-        # A measurement would hang if a worker was lost during it.
+        # A worker may be lost during a measurement, so such a run does without one.
         if self._survives:
             self._history.announce_event(
                 f"{longer}: a link between hosts has become slow, or a worker that uses it; "
