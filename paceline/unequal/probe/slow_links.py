@@ -29,7 +29,7 @@ FLUSHES, STEPS = 5, 20
 # An exchange is slow if it takes this many times as long as usual, and longer than usual by this
 # part of a step and this many seconds.
 TIMES, SHARE, LEAST = 2.0, 0.2, 1e-3
-# The same for a glance at two steps: times as long as usual, and the part of the step that it takes.
+# The same for a glance at two steps: times as long as usual, and the part of a step that it takes.
 TIMES_AT_ONCE, SHARE_AT_ONCE = 4.0, 0.3
 # seconds from one glance to the next, and after a glance that led to no slow link
 GLANCE, PAUSE = 0.2, 60.0
