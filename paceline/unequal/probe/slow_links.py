@@ -108,10 +108,10 @@ class ExchangeSensor:
         # Merge flushes until they have enough steps; each counts by its steps.
         if (count := sum(flush.steps for flush in self._open)) < STEPS // FLUSHES:
             return None
-        exchange, whole, busy = (
+        exchange, step, busy = (
             sum(flush.steps * flush[field] for flush in self._open) / count for field in (1, 2, 3)
         )
-        self._flushes.append(_StepSeconds(count, exchange, whole, busy))
+        self._flushes.append(_StepSeconds(count, exchange, step, busy))
         self._open.clear()
         return self._judge_flushes() if len(self._flushes) == FLUSHES else None
 
@@ -144,8 +144,8 @@ class ExchangeSensor:
             for step in summaries
         ):
             return None
-        _, exchange, whole, busy = map(statistics.fmean, zip(*summaries, strict=True))
-        return Slowdown(self._usual, exchange, whole, busy)
+        _, exchange, mean_step, busy = map(statistics.fmean, zip(*summaries, strict=True))
+        return Slowdown(self._usual, exchange, mean_step, busy)
 
     def note_examination(self, slowdown: Slowdown, *, found: bool) -> None:
         """Note whether the measurement after a glance has found a slow link."""
@@ -169,8 +169,8 @@ class ExchangeSensor:
             self.slow = True
             # Leave out the flush from before the slowdown, if there is one.
             slow = [flush for flush in self._flushes if flush.exchange > TIMES * usual]
-            _, exchange, whole, busy = map(statistics.median, zip(*slow, strict=True))
-            return Slowdown(usual, exchange, whole, busy)
+            _, exchange, slow_step, busy = map(statistics.median, zip(*slow, strict=True))
+            return Slowdown(usual, exchange, slow_step, busy)
         # The limit back is lower than the limit up, so that `slow` doesn't flicker.
         if now < (TIMES / 2 + 0.5) * usual + LEAST:
             self.slow = False
@@ -180,9 +180,9 @@ class ExchangeSensor:
 def _summarize_steps(seconds: Sequence[Sequence[float]], steps: int = 1) -> _StepSeconds:
     """Summarize the seconds of STEP_PARTS of each rank, in a step or a mean of `steps`."""
     # The last worker to come to an exchange doesn't wait, so its exchange is the shortest.
-    exchange, whole = min(parts[_EXCHANGE] for parts in seconds), max(map(sum, seconds))
-    busy = max(sum(parts[index] for index in _BUSY) for parts in seconds)
-    return _StepSeconds(steps, exchange, whole, busy)
+    exchange, longest = min(row[_EXCHANGE] for row in seconds), max(map(sum, seconds))
+    busy = max(sum(row[index] for index in _BUSY) for row in seconds)
+    return _StepSeconds(steps, exchange, longest, busy)
 
 
 def _choose_steps(seconds: float, step: float) -> int:
