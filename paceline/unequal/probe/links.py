@@ -67,8 +67,8 @@ def compute_steady_rate(arrivals: Sequence[tuple[float, int]]) -> float:
         index for index, (when, _) in enumerate(arrivals) if when >= began + WARM * (end - began)
     ]
     first, last = min(later[0], len(arrivals) - 2), len(arrivals) - 1
-    parts = PARTS if last - first >= PARTS * FEWEST else 1
-    bounds = [first + round(part * (last - first) / parts) for part in range(parts + 1)]
+    count = PARTS if last - first >= PARTS * FEWEST else 1
+    bounds = [first + round(part * (last - first) / count) for part in range(count + 1)]
     return statistics.median(
         _rate_after_first(arrivals[start : stop + 1]) for start, stop in pairwise(bounds)
     )
