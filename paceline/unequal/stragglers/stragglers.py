@@ -109,7 +109,7 @@ class StragglerSensor:
         # Ranks may have logged different numbers of steps, so all values are means of a step.
         length = max(sum(map(sum, rank_steps)) / len(rank_steps) for rank_steps in steps)
         work = tuple(
-            sum(parts[part] for parts in rank_steps for part in WORK) / len(rank_steps)
+            sum(step[part] for step in rank_steps for part in WORK) / len(rank_steps)
             for rank_steps in steps
         )
         self._flushes.append(
@@ -180,7 +180,7 @@ def _mean_lateness(
     data = STEP_PARTS.index("data")
     if causes is None:
         causes = [
-            [[1e6 * parts[data], *[0.0] * (len(MEASURED_CAUSES) - 1)] for parts in rank_steps]
+            [[1e6 * step[data], *[0.0] * (len(MEASURED_CAUSES) - 1)] for step in rank_steps]
             for rank_steps in steps
         ]
     measured = [
