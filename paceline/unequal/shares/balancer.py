@@ -164,8 +164,8 @@ class Balancer:
 
         # A window has seen a gain: wait for as many new blocks, and look once more.
         if self._steps_seen is not None:
-            window, at = self._steps_seen
-            if record.total - at < window:
+            window, total_then = self._steps_seen
+            if record.total - total_then < window:
                 return None
             self._steps_seen = None
             split = self._find_gain(window)
@@ -227,8 +227,8 @@ class Balancer:
         # The slowest worker sets the pace. The rest of a turn, such as the exchange, stays.
         now = max(curve(units) for curve, units in zip(curves, means.units, strict=True))
         then = max(curve(units) for curve, units in zip(curves, new_units, strict=True))
-        whole = max(means.whole, now)
-        return NewShares(curves, whole, whole - now + then), (now - then) / whole
+        turn = max(means.whole, now)
+        return NewShares(curves, turn, turn - now + then), (now - then) / turn
 
     def _apply_shares(self, split: NewShares, means: WorkMeans) -> NewShares:
         """Use the curves of new shares from now on.
