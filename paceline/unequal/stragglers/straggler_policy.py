@@ -45,7 +45,7 @@ def check_policy(policy: Policy | None, strategy: Strategy, *, survives: bool) -
     if policy == "drop" and not getattr(strategy, "backup_workers", 0):
         raise UsageError(
             "straggler='drop' drops the last gradients of a step, and "
-            f"{format_as_call(strategy)} waits for all of them: "
+            f"{format_as_call(strategy)} drops none: "
             "choose a strategy with backup workers, "
             "sync=ParameterServer(backup_workers=1), or straggler='warn'"
         )
