@@ -121,7 +121,7 @@ def test_glances_follow_the_pace_of_steps_and_pause() -> None:
     sensor.note_examination(found, found=True)
     assert sensor.steps_ahead is None and sensor.slow
     assert take(sensor, 0.95, 20) == []  # it was said
-    assert take(sensor, 0.005, 10) == [] and sensor.ahead is not None and not sensor.slow
+    assert take(sensor, 0.005, 10) == [] and sensor.steps_ahead is not None and not sensor.slow
 
 
 def test_other_workers_have_other_exchanges() -> None:
