@@ -172,7 +172,7 @@ def test_units_of_a_sample_are_as_they_were_until_there_are_steps_that_all_took(
     agreement = SimpleNamespace(
         origins=(0, 1), hosts=("here", "here"), group=SimpleNamespace(size=2)
     )
-    terms = SimpleNamespace(speeds=speeds, alone=False, by_cost=True, agreement=agreement)
+    terms = SimpleNamespace(speeds=speeds, is_alone=False, deals_by_cost=True, agreement=agreement)
     leader = SimpleNamespace(loader=SimpleNamespace(terms=terms))
     loop: Any = SimpleNamespace(turns=SimpleNamespace(leader=leader))
     history: Any = None
