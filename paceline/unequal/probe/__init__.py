@@ -1,1 +1,1 @@
-"""Measuring a cluster."""
+"""Measurement of a cluster: devices and links, before a run and during it."""

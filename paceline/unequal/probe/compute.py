@@ -1,8 +1,8 @@
-"""Measures what the device of a worker computes: products of matrices, and copies in memory.
+"""Measures the speed of a worker's device: products of matrices, and copies in memory.
 
-A control group with a quota lets a worker compute for a part of each period of 100 ms, and holds it
-until the next. Products take some milliseconds, so that these gaps are seen, and whole periods are
-counted:
+A control group with a quota lets a worker compute for a part of each period of 100 ms, and then
+holds it until the next period. Products take a few milliseconds, so these gaps are visible, and
+only whole periods are counted:
 
     products  |||||||.........||||||.........||||||.........|||
                              [-----counted-----------------]
@@ -23,25 +23,26 @@ from paceline.cluster import machine
 from paceline.cluster.topology import DeviceSpeed
 
 SIDES: Final = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # of square matrices
-SHORTEST_PRODUCT: Final = 2e-3  # that a product takes at least
-COPIED: Final = 1 << 26  # bytes of what is copied: more than caches hold
-LEAST: Final = 5  # times that something is done at least
-PARTS: Final = 5  # of a measurement without gaps: the middle one counts
-GAP: Final = 6e-3  # seconds more than is typical
+SHORTEST_PRODUCT: Final = 2e-3  # seconds that a product takes, at least
+COPIED: Final = 1 << 26  # bytes of a copied tensor: more than caches hold
+LEAST: Final = 5  # repetitions of an action, at least
+PARTS: Final = 5  # parts of a measurement without gaps: the median of their rates counts
+GAP: Final = 6e-3  # seconds above the typical time that make a gap, at least
 
 
 class MeasuredRate(NamedTuple):
-    """A rate per second, and its spread: the middle half of the times as a part of the median."""
+    """A rate per second, and its spread: the interquartile range of times by their median."""
 
     rate: float
     spread: float
-    attended: float  # seconds of a processor, for each second
+    attended: float  # processor seconds per second
 
 
 def choose_matrix_length(device: torch.device, dtype: str) -> int:
-    """Smallest of the possible matrices whose product takes long enough to be timed."""
+    """Choose the smallest matrices whose product takes long enough to be timed."""
     for length in SIDES:
         multiply = _make_product(device, dtype, length)
+        # The fastest of three: the first product also loads libraries.
         if min(_time_once(multiply, device) for _ in range(3)) >= SHORTEST_PRODUCT:
             return length
     return SIDES[-1]
@@ -50,32 +51,37 @@ def choose_matrix_length(device: torch.device, dtype: str) -> int:
 def measure_products(
     device: torch.device, dtype: str, length: int, seconds: float
 ) -> tuple[DeviceSpeed, float]:
-    """Measure products of matrices of this length for a number of seconds.
+    """Measure products of square matrices.
 
-    Also returns the processor seconds per second.
+    Args:
+        device: Device that multiplies.
+        dtype: Name of a dtype, such as "float32".
+        length: Rows and columns of a matrix.
+        seconds: Duration of the measurement.
+
+    Returns:
+        The speed in floating-point operations per second, and the processor seconds per second.
     """
-    found = repeat_action(_make_product(device, dtype, length), device, seconds)
-    return DeviceSpeed(dtype, 2.0 * length**3 * found.rate, found.spread), found.attended
+    measured = repeat_action(_make_product(device, dtype, length), device, seconds)
+    return DeviceSpeed(dtype, 2.0 * length**3 * measured.rate, measured.spread), measured.attended
 
 
 def measure_copies(pair: tuple[Tensor, Tensor], seconds: float) -> float:
-    """Measure copies from one tensor to the other, in bytes a second that are read or written."""
+    """Measure copies from one tensor to the other, in bytes per second read and written."""
     source, target = pair
-    return (
-        2.0
-        * source.nbytes
-        * repeat_action(lambda: target.copy_(source), source.device, seconds).rate
-    )
+    copies = repeat_action(lambda: target.copy_(source), source.device, seconds)
+    return 2.0 * source.nbytes * copies.rate
 
 
 def make_copy_pair(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Two tensors on the device for `measure_copies`, larger than caches if there is room."""
+    """Make two tensors for `measure_copies`, larger than caches if the memory allows it."""
+    # At most an eighth of the free memory each, in whole elements of 4 bytes.
     nbytes = min(COPIED, max(1 << 20, find_free_memory(device).free // 8) // 4 * 4)
     return torch.zeros(nbytes // 4, device=device), torch.zeros(nbytes // 4, device=device)
 
 
 def find_free_memory(device: torch.device) -> machine.MemorySize:
-    """Return the memory of the device, in all and free."""
+    """Measure the total and the free memory of the device, in bytes."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return machine.MemorySize(total, free)
@@ -83,7 +89,14 @@ def find_free_memory(device: torch.device) -> machine.MemorySize:
 
 
 def repeat_action(act: Callable[[], object], device: torch.device, seconds: float) -> MeasuredRate:
-    """Do something again and again for so long."""
+    """Repeat an action for a number of seconds, and measure its rate.
+
+    Args:
+        act: Action; it may only queue work on the device.
+        device: Device that is waited for after each action.
+        seconds: Duration, at least; the action is repeated at least LEAST times.
+    """
+    # The first action isn't timed: it loads kernels and fills caches.
     act()
     _wait_for_device(device)
     used, ends = time.process_time(), [time.perf_counter()]
@@ -97,28 +110,35 @@ def repeat_action(act: Callable[[], object], device: torch.device, seconds: floa
 
 
 def compute_steady_rate(ends: Sequence[float]) -> tuple[float, float]:
-    """Return the rate (in a second) and the spread of something that began at the first of these
-    times, and ended at each of the others.
+    """Compute the rate per second of a repeated action, and the spread of its times.
 
-    With gaps, from the end of the first to the end of the last, if that is most of the time; else
-    the middle one of some parts.
+    If there are gaps, the rate counts from the end of the first gap to the end of the last one,
+    provided that this is most of the time. Otherwise it is the median rate of PARTS parts.
+
+    Args:
+        ends: Time in seconds at which the first action began, then those at which each one ended.
     """
     times = [after - before for before, after in pairwise(ends)]
     typical = statistics.median(times)
     gaps = [index for index, each in enumerate(times) if each > max(3 * typical, typical + GAP)]
     usual = sorted(each for each in times if each <= max(3 * typical, typical + GAP))
     spread = (usual[-1 - len(usual) // 4] - usual[len(usual) // 4]) / typical
+
+    # A quota makes gaps at equal distances: from gap to gap are whole periods.
     if (
         len(gaps) > 1
         and (counted := ends[gaps[-1] + 1] - ends[gaps[0] + 1]) >= (ends[-1] - ends[0]) / 2
     ):
         return (gaps[-1] - gaps[0]) / counted, spread
+
+    # The median of the parts leaves out a short disturbance.
     bounds = [round(part * len(times) / PARTS) for part in range(PARTS + 1)]
     rates = [(stop - start) / (ends[stop] - ends[start]) for start, stop in pairwise(bounds)]
     return statistics.median(rates), spread
 
 
 def _make_product(device: torch.device, dtype: str, length: int) -> Callable[[], Tensor]:
+    """Make the action that multiplies two matrices into a third."""
     kind = getattr(torch, dtype)
     one, other = (
         torch.full((length, length), value, dtype=kind, device=device) for value in (0.5, 0.25)

@@ -1,6 +1,6 @@
-"""Names of the dtypes that can be measured, without torch.
+"""Names of the dtypes that can be measured.
 
-So the command line refuses other names at once.
+The module doesn't import torch, so the command line refuses other names at once.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ USUAL: Final[tuple[Dtype, ...]] = ("float32", "bfloat16")
 
 
 def check_dtypes(dtypes: Sequence[str]) -> tuple[str, ...]:
-    """The names; raises `UsageError` for an unknown or repeated one, and if there is none."""
+    """Check the names of dtypes, and make them a tuple.
+
+    Raises:
+        UsageError: A name is unknown or repeated, or there is none.
+    """
     for name in dtypes:
         if name not in POSSIBLE:
             raise UsageError(f"{name!r} can't be measured; {format_choices(str(name), POSSIBLE)}")
     if not dtypes or len(set(dtypes)) < len(dtypes):
         raise UsageError(
-            f"dtypes are {', '.join(dtypes) or 'none at all'}: name each one once, and one at "
-            "least, such as float32"
+            f"dtypes are {', '.join(dtypes) or 'none at all'}: name each one once, and at least "
+            "one, such as float32"
         )
     return tuple(dtypes)

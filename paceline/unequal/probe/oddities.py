@@ -1,4 +1,4 @@
-"""Oddities of a measured cluster, in words, that a user would want to mend before training."""
+"""Describes oddities of a measured cluster that a user may want to fix before training."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from paceline.cluster import network
 from paceline.cluster.topology import Device, HostLink, HostRanks, Interface, Topology
 from paceline.formatting import format_count
 
-SLOW_DEVICE: Final = 0.6  # of the fastest of its kind
-SLOW_LINK: Final = 0.2  # of the fastest
+# Limits below which something is odd, as parts of the fastest of its kind.
+SLOW_DEVICE: Final = 0.6
+SLOW_LINK: Final = 0.2
 SLOW_COPY: Final = 0.4
-LONG_LATENCY: Final = 10.0  # times what is typical
+LONG_LATENCY: Final = 10.0  # times the typical latency
 LATE: Final = 1e-3  # seconds below which no latency is odd
-# of what links carry alone: a third is lost where acknowledgements wait behind what is sent the
-# other way
+# Rates while all hosts send, as parts of the rates alone. A third is lost even on a good network,
+# as acknowledgements wait behind the data of the other direction.
 CROWDED: Final = 0.62
-LOSES: Final = 0.9
-HELD_BACK: Final = 0.7  # of the highest clock
-ATTENDED: Final = 0.85  # of what threads, cores and quota allow
-SPREAD: Final = 0.3
-FASTER: Final = 2.0  # times: of an interface that isn't used
+LOSES: Final = 0.9  # a link below this part loses something
+HELD_BACK: Final = 0.7  # part of the highest clock
+ATTENDED: Final = 0.85  # part of the time that threads, cores and quota allow
+SPREAD: Final = 0.3  # part of the median time
+FASTER: Final = 2.0  # times as fast as the used interface
 
 
 def find_oddities(topology: Topology) -> list[str]:
-    """Lines about oddities, the most telling first; empty if everything is as it should be."""
+    """Describe oddities in one line each, the most telling first; empty if there are none."""
     return [
         *_report_devices(topology),
         *_report_threads(topology),
@@ -39,70 +40,77 @@ def find_oddities(topology: Topology) -> list[str]:
 
 
 def _list_measured(topology: Topology) -> list[tuple[int, HostRanks, Device]]:
+    """Rank, host and device of each measured worker."""
     return [(rank, host, device) for host in topology.hosts for rank, device in _pair_devices(host)]
 
 
 def _pair_devices(host: HostRanks) -> Iterable[tuple[int, Device]]:
+    """Pair the ranks of a host with their devices; nothing if no device was measured."""
     return zip(host.ranks, host.devices, strict=bool(host.devices))
 
 
 def _name_ranks(ranks: Iterable[int], host: HostRanks) -> str:
-    """Write which worker of a host is meant: the first of several, and how many there are."""
+    """Name the first of some workers of a host, with the number of the others."""
     first, *others = ranks
     return f"rank {first}{f' (and {len(others)} more)' if others else ''} on {host.name}"
 
 
 def _report_devices(topology: Topology) -> Iterable[str]:
     """Report devices that are slower than others of their kind, and the reason if it is known."""
-    found = _list_measured(topology)
-    for rank, host, device in found:
+    # Products: one line for each device, with all dtypes that are slow on it.
+    measured = _list_measured(topology)
+    for rank, host, device in measured:
         slow = []
         for speed in device.speeds:
             best = max(
-                other.dtype_flops(speed.dtype) for _, _, other in found if other.kind == device.kind
+                other.dtype_flops(speed.dtype)
+                for _, _, other in measured
+                if other.kind == device.kind
             )
             if 0 < speed.flops < SLOW_DEVICE * best:
                 slow.append(f"{speed.dtype} at {speed.flops / best:.2f}")
         if slow:
             yield (
                 f"rank {rank} on {host.name} multiplies {_join_names(slow)} of the fastest "
-                f"{device.kind}{_explain_slowness(host, device, found)}"
+                f"{device.kind}{_explain_slowness(host, device, measured)}"
             )
-    for rank, host, device in found:
+
+    # Copies: a worker with a quota, or without its cores, copies slowly for that reason.
+    for rank, host, device in measured:
         best = max(
-            other.copied_bytes_per_second for _, _, other in found if other.kind == device.kind
+            other.copied_bytes_per_second for _, _, other in measured if other.kind == device.kind
         )
         steady = not _is_limited(host, device) and _attended_fraction(host, device) >= ATTENDED
         if 0 < device.copied_bytes_per_second < SLOW_COPY * best and steady:
-            part = device.copied_bytes_per_second / best
+            ratio = device.copied_bytes_per_second / best
             yield (
-                f"rank {rank} on {host.name} copies memory at {part:.2f} of the fastest "
+                f"rank {rank} on {host.name} copies memory at {ratio:.2f} of the fastest "
                 f"{device.kind}: look at what else uses its memory"
             )
 
 
 def _is_limited(host: HostRanks, device: Device) -> bool:
+    """Whether the quota of the host is less than its workers could use."""
     return host.quota is not None and host.quota < device.threads * len(host.ranks)
 
 
 def _explain_slowness(
-    host: HostRanks, device: Device, found: Iterable[tuple[int, HostRanks, Device]]
+    host: HostRanks, device: Device, measured: Iterable[tuple[int, HostRanks, Device]]
 ) -> str:
+    """Explain why a device is slow; empty if the reason is unknown."""
+    # The most certain reason comes first: a quota, another model, fewer threads, other programs.
     if device.kind == "cpu" and _is_limited(host, device):
         return f": a quota leaves {host.name} {host.quota:g} of a core"
-    names = {other.name for _, _, other in found if other.kind == device.kind and other.name}
+    names = {other.name for _, _, other in measured if other.kind == device.kind and other.name}
     if len(names) > 1:
         return f": it is {device.name}, others differ"
-    most = max(other.threads for _, _, other in found)
+    most = max(other.threads for _, _, other in measured)
     if device.kind == "cpu" and device.threads < most:
         return (
             f": it computes with {format_count(device.threads, 'thread')}, others with up to {most}"
         )
-    return (
-        f": it had its cores {part:.0%} of the time"
-        if (part := _attended_fraction(host, device)) < ATTENDED
-        else ""
-    )
+    attended = _attended_fraction(host, device)
+    return f": it had its cores {attended:.0%} of the time" if attended < ATTENDED else ""
 
 
 def _attended_fraction(host: HostRanks, device: Device) -> float:
@@ -120,16 +128,21 @@ def _attended_fraction(host: HostRanks, device: Device) -> float:
 
 
 def _report_threads(topology: Topology) -> Iterable[str]:
-    """Tell of hosts, or machines, whose workers have more threads than there are cores."""
+    """Report hosts and machines whose workers have more threads than there are cores."""
     for host in topology.hosts:
         wanted = sum(device.threads for device in host.devices if device.kind == "cpu")
         if wanted > host.cores:
             each = host.cores // len(host.ranks)
+            advice = (
+                f"give each {each} (--threads)" if each else f"start {host.cores} of them at most"
+            )
             yield (
                 f"the workers of {host.name} compute with {format_count(wanted, 'thread')} on "
                 f"{format_count(host.cores, 'core')}, and disturb each other: "
-                f"{f'give each {each} (--threads)' if each else f'start {host.cores} of them at most'}"  # noqa: E501
+                f"{advice}"
             )
+
+    # Several hosts may be containers of one machine.
     for machine in dict.fromkeys(host.machine for host in topology.hosts if host.machine):
         hosts = [host for host in topology.hosts if host.machine == machine]
         usable, cores = sum(_most_cores(host) for host in hosts), hosts[0].machine_cores
@@ -148,7 +161,7 @@ def _most_cores(host: HostRanks) -> float:
 
 
 def _report_clocks(topology: Topology) -> Iterable[str]:
-    """Report processors that stay slow under load, and workers that get no core when they could."""
+    """Report processors that stay slow under load, and workers whose cores others use."""
     for host in topology.hosts:
         slow = [
             device
@@ -165,23 +178,24 @@ def _report_clocks(topology: Topology) -> Iterable[str]:
             )
     for host in topology.hosts:
         waited = {
-            rank: part
+            rank: attended
             for rank, device in _pair_devices(host)
-            if (part := _attended_fraction(host, device)) < ATTENDED
+            if (attended := _attended_fraction(host, device)) < ATTENDED
         }
         if waited:
             yield (
                 f"{_name_ranks(waited, host)} had its cores {min(waited.values()):.0%} of the time "
-                "it "
-                "computed: other programs use them"
+                "it computed: other programs use them"
             )
 
 
 def _report_links(topology: Topology) -> Iterable[str]:
-    """Report slow links between hosts, in one line if all of a direction are slow."""
+    """Report slow links between hosts, in one line if a host is slow in one direction."""
     links = [link for link in topology.links if link.source != link.target]
     best = max((link.bytes_per_second for link in links), default=0.0)
     slow = [link for link in links if link.bytes_per_second < SLOW_LINK * best]
+
+    # All links out of a host, or into it, are slow: the cause is the host, so it gets one line.
     for index, host in enumerate(topology.hosts):
         for way, end in (("sends", "source"), ("receives", "target")):
             of_host = [link for link in links if getattr(link, end) == index]
@@ -192,6 +206,8 @@ def _report_links(topology: Topology) -> Iterable[str]:
                     f"{format_rate(best)}: check its cable and port"
                 )
                 slow = [link for link in slow if link not in of_host]
+
+    # The other slow links get a line each, and so do long latencies.
     for link in slow:
         yield (
             f"{_name_link(topology, link)} carries {format_rate(link.bytes_per_second)}, and the "
@@ -202,7 +218,7 @@ def _report_links(topology: Topology) -> Iterable[str]:
     for link in links:
         if link.latency_seconds > max(LATE, LONG_LATENCY * typical):
             yield (
-                f"{_name_link(topology, link)} takes {link.latency_seconds * 1e3:.1f} ms, where "
+                f"{_name_link(topology, link)} takes {link.latency_seconds * 1e3:.1f} ms, and "
                 f"{typical * 1e3:.2f} ms are typical here"
             )
 
@@ -212,30 +228,27 @@ def _report_crowding(topology: Topology) -> Iterable[str]:
 
     They share a switch or an uplink, or their hosts share cores.
     """
+    # Links of one shift were measured at the same time, so they are judged together.
     count = len(topology.hosts)
     for shift in range(1, count):
         pairs = [(host, (host + shift) % count) for host in range(count)]
-        found = [
+        links = [
             link
             for pair in pairs
             if (link := topology.find_link(*pair)) is not None and link.crowded_bytes_per_second > 0
         ]
         losing = [
-            link for link in found if link.crowded_bytes_per_second < LOSES * link.bytes_per_second
+            link for link in links if link.crowded_bytes_per_second < LOSES * link.bytes_per_second
         ]
         alone, crowded = (
             sum(getattr(link, name) for link in losing)
             for name in ("bytes_per_second", "crowded_bytes_per_second")
         )
         if crowded < CROWDED * alone:
-            one, machines = (
-                len(losing) == 1,
-                {
-                    topology.hosts[end].machine
-                    for link in losing
-                    for end in (link.source, link.target)
-                },
-            )
+            one = len(losing) == 1
+            machines = {
+                topology.hosts[end].machine for link in losing for end in (link.source, link.target)
+            }
             cores = ", or the cores of one machine" if len(machines) == 1 and all(machines) else ""
             yield (
                 f"{_join_names(_name_link(topology, link) for link in losing)} "
@@ -250,11 +263,13 @@ def _report_interfaces(topology: Topology) -> Iterable[str]:
     """Report addresses that reach only this machine, and faster interfaces that all hosts have."""
     machines = {host.machine for host in topology.hosts if host.machine}
     for host in topology.hosts:
+        # Other machines can't reach a loopback address.
         if len(machines) > 1 and network.is_loopback(host.address):
             yield (
                 f"{host.name} is reached at {host.address}, which is its loopback: "
                 f"{_advise_interface(None)}"
             )
+        # A faster interface is of use only if all hosts are in its network.
         used = next((each for each in host.interfaces if each.address == host.address), None)
         for other in host.interfaces:
             faster = used is not None and 0 < FASTER * used.bits_per_second <= other.bits_per_second
@@ -274,6 +289,7 @@ def _report_interfaces(topology: Topology) -> Iterable[str]:
 
 def _reaches_all(topology: Topology, interface: Interface) -> bool:
     """Whether each host has an address of its own in the network of this interface."""
+    # Private networks of containers often have the same addresses on all hosts.
     addresses = [
         {each.address for each in host.interfaces if each.network == interface.network}
         for host in topology.hosts
@@ -282,14 +298,13 @@ def _reaches_all(topology: Topology, interface: Interface) -> bool:
 
 
 def _advise_interface(interface: Interface | None) -> str:
-    return (
-        "give --interface "
-        f"{'with the one that reaches the others' if interface is None else interface.name}"
-    )
+    """Advise to use this interface, or to look for one if it is None."""
+    name = "with the one that reaches the others" if interface is None else interface.name
+    return f"give --interface {name}"
 
 
 def _report_unsteady(topology: Topology) -> Iterable[str]:
-    """Tell of hosts where the same takes now longer, now shorter."""
+    """Report hosts on which the same product takes different times."""
     for host in topology.hosts:
         spreads = {
             rank: max((speed.spread for speed in device.speeds), default=0.0)
@@ -315,9 +330,11 @@ def format_rate(rate: float) -> str:
 
 
 def _name_link(topology: Topology, link: HostLink) -> str:
+    """Name the hosts of a link: "a to b"."""
     return f"{topology.hosts[link.source].name} to {topology.hosts[link.target].name}"
 
 
 def _join_names(names: Iterable[str]) -> str:
+    """Join names as in a sentence: "a, b and c"."""
     *before, last = names
     return f"{', '.join(before)} and {last}" if before else last

@@ -1,4 +1,4 @@
-"""The order of measurements, as plain data: workers that would disturb each other take turns.
+"""Plans the order of measurements: workers that would disturb each other take turns.
 
 Workers that compute side by side in training are measured side by side.
 
@@ -16,16 +16,18 @@ from typing import TypeVar
 from paceline.cluster.topology import HostRanks, Topology
 
 T = TypeVar("T")
-Pair = tuple[int, int]  # the rank that sends, and the one that receives
-ALL_PAIRS = 8  # workers of a host of which every pair is measured; of more, neighbours alone
+Pair = tuple[int, int]  # the rank that sends, and the rank that receives
+# Hosts with up to this many workers have all pairs measured, larger hosts only neighbours.
+ALL_PAIRS = 8
 
 
 def plan_compute_waves(topology: Topology) -> list[list[int]]:
-    """Hosts that may compute at the same time: one of each machine.
+    """Plan waves of hosts that may compute at the same time: one host of each machine.
 
-    Hosts of a lab, or containers, share a machine's cores. All workers of a host compute together,
-    as they do in training.
+    Hosts of a lab, and containers, share the cores of a machine. All workers of a host compute
+    together, as they do in training.
     """
+    # A host whose machine is unknown counts as a machine of its own.
     machines: dict[str, list[int]] = {}
     for index, host in enumerate(topology.hosts):
         machines.setdefault(host.machine or f"{index}", []).append(index)
@@ -33,7 +35,7 @@ def plan_compute_waves(topology: Topology) -> list[list[int]]:
 
 
 def plan_inside_rounds(topology: Topology) -> list[list[Pair]]:
-    """Rounds in which one worker of a host sends to another, at most one on each machine."""
+    """Plan rounds in which one worker of a host sends to another, one pair on each machine."""
     rounds = []
     for wave in plan_compute_waves(topology):
         rounds += _interleave_columns(_list_pairs(topology.hosts[host]) for host in wave)
@@ -41,7 +43,7 @@ def plan_inside_rounds(topology: Topology) -> list[list[Pair]]:
 
 
 def plan_crowded_inside(topology: Topology) -> list[list[Pair]]:
-    """Return rounds in which each worker of a host sends to the next one there."""
+    """Plan rounds in which each worker of a host sends to the next one of that host."""
     rounds = [
         [pair for host in wave for pair in _make_ring(topology.hosts[host])]
         for wave in plan_compute_waves(topology)
@@ -50,18 +52,19 @@ def plan_crowded_inside(topology: Topology) -> list[list[Pair]]:
 
 
 def plan_between_rounds(topology: Topology) -> list[list[Pair]]:
-    """Rounds in which the first worker of one host sends to another host, and all others rest."""
+    """Plan rounds in which the first worker of one host sends to another, and all others rest."""
     return [[(one.ranks[0], other.ranks[0])] for one, other in permutations(topology.hosts, 2)]
 
 
 def plan_crowded_between(topology: Topology) -> list[list[Pair]]:
-    """Rounds in which each host sends to one host and receives from one.
+    """Plan rounds in which each host sends to one host and receives from one.
 
-    The rate that links lose then is shared between them.
+    If links are slower in such a round than alone, they share a switch or an uplink.
     """
     first = [host.ranks[0] for host in topology.hosts]
     count = len(first)
-    if count < 3:  # two hosts that send to each other share no more than the link that they are
+    # Two hosts have nothing to share but the link between them.
+    if count < 3:
         return []
     return [
         [(first[host], first[(host + shift) % count]) for host in range(count)]
@@ -70,6 +73,7 @@ def plan_crowded_between(topology: Topology) -> list[list[Pair]]:
 
 
 def _list_pairs(host: HostRanks) -> list[Pair]:
+    """Pairs of workers of a host that are measured, in both directions."""
     if len(host.ranks) <= ALL_PAIRS:
         return list(permutations(host.ranks, 2))
     ring = _make_ring(host)
@@ -77,6 +81,7 @@ def _list_pairs(host: HostRanks) -> list[Pair]:
 
 
 def _make_ring(host: HostRanks) -> list[Pair]:
+    """Pairs of each worker of a host with the next one; empty for a single worker."""
     count = len(host.ranks)
     return (
         [(host.ranks[place], host.ranks[(place + 1) % count]) for place in range(count)]
@@ -86,6 +91,6 @@ def _make_ring(host: HostRanks) -> list[Pair]:
 
 
 def _interleave_columns(columns: Iterable[list[T]]) -> list[list[T]]:
-    """Return the first of each list, then the second of each that has one, and so on."""
+    """Make rows: the first items of all lists, then the second items of longer lists, and so on."""
     rows = zip_longest(*([[each] for each in column] for column in columns), fillvalue=list[T]())
     return [[each for cell in row for each in cell] for row in rows]

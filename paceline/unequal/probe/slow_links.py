@@ -1,18 +1,18 @@
-"""Detects links between hosts that become slow during a run, as plain data.
+"""Detects links between hosts that become slow during a run, from plain data.
 
-Exchange of a step in ms, on the last worker, which never waits:
+Exchange of a step in ms, on the last worker to come to it, which doesn't wait for others:
 
     4   4   5   4 | 21  22  20  23     usual: 4
 
     twice as long, for a fifth of a step, in four of five flushes         measure the links
     four times as long, for a third of a step, in two steps in a row      measure them at once
 
-Bytes a second:
+Rates of links:
 
                  to host0  host1  host2
-    from host0         -     120     12      the best rate out of host2, and into it, is far below
-         host1       120       -     12      the others' best: host2 is named. Of two hosts both are
-         host2        12      12      -      named, as it can't be known which is slow.
+    from host0         -     120     12      the best rates out of host2 and into it are far below
+         host1       120       -     12      those of other hosts: host2 is named. With only two
+         host2        12      12      -      hosts, both are named, as either may be the slow one.
 """
 
 from __future__ import annotations
@@ -24,63 +24,68 @@ from typing import Final, NamedTuple
 
 from paceline.trace import STEP_PARTS
 
-# the least that is looked at; flushes of fewer steps than four are taken together
+# number of flushes, and of their steps, that are judged; shorter flushes are merged
 FLUSHES, STEPS = 5, 20
-# as long as usual; of a step; seconds of it: from which on links are measured
+# An exchange is slow if it takes this many times as long as usual, and longer than usual by this
+# part of a step and this many seconds.
 TIMES, SHARE, LEAST = 2.0, 0.2, 1e-3
-TIMES_AT_ONCE, SHARE_AT_ONCE = 4.0, 0.3  # the same, for two steps that have links measured at once
-# seconds from one look at the last two steps to the next; after a look that found no slow link
+# The same for a glance at two steps: times as long as usual, and the part of a step that it takes.
+TIMES_AT_ONCE, SHARE_AT_ONCE = 4.0, 0.3
+# seconds from one glance to the next, and after a glance that led to no slow link
 GLANCE, PAUSE = 0.2, 60.0
-SLOW: Final = 0.5  # of the usual rate: slower is slow
-MOST_PARTNERS: Final = 15  # hosts that each one is measured with
+SLOW: Final = 0.5  # part of the usual rate below which a link is slow
+MOST_PARTNERS: Final = 15  # hosts that each host is measured with, about
 _EXCHANGE = STEP_PARTS.index("exchange")
 _BUSY = [STEP_PARTS.index(part) for part in ("compute", "data")]
 
 
 class Slowdown(NamedTuple):
-    """Exchanges take longer than before: their seconds, those of a step, and the longest own
-    work.
-    """
+    """Exchanges that take longer than before; all values are seconds in a step."""
 
-    usual: float
-    now: float
-    step: float
-    busy: float
+    usual: float  # exchange before
+    now: float  # exchange now
+    step: float  # whole step now
+    busy: float  # own work of the busiest worker
 
 
 class _StepSeconds(NamedTuple):
-    """What steps in the mean, or one, have of all workers: seconds of exchange of the one that
-    waits least, of a step, of the busiest.
-    """
+    """Seconds of one step, or of a mean step, over all workers."""
 
-    steps: int
-    exchange: float
-    whole: float
-    busy: float
+    steps: int  # number of steps in the mean
+    exchange: float  # of the worker that waits least
+    whole: float  # of the longest step
+    busy: float  # own work of the busiest worker
 
 
 class ExchangeSensor:
-    """Follows the exchanges of all workers, with the same answers on all of them: `take` and
-    `glance` return a slowdown, once.
+    """Follows the exchanges of all workers, and reports each slowdown once.
 
-    `ahead`: in how many steps from now a glance is worth its meeting; None before anything is
-    usual, and while exchanges are slow.
+    Its answers are the same on all workers with the same input.
+
+    Invariants: `_usual` is None until there are enough flushes, and never grows for the same
+    workers. `slow` is set from the report of a slowdown until exchanges are short again.
     """
 
     def __init__(self) -> None:
         self._ahead: int | None = None
         self._names: tuple[int, ...] = ()
         self._flushes: deque[_StepSeconds] = deque(maxlen=FLUSHES)
-        self._open: list[_StepSeconds] = []  # flushes of a few steps each, as steps take long
+        # Flushes with too few steps to be judged, if steps take long: they wait to be merged.
+        self._open: list[_StepSeconds] = []
         self._usual: float | None = None
         self.slow = False
 
     def take_flush(
         self, names: Sequence[int], steps: Sequence[Sequence[Sequence[float]]]
     ) -> Slowdown | None:
-        """Take in the seconds of PARTS of each step since the last flush, by rank.
+        """Take in the steps of all workers since the last flush.
 
-        All begins anew when the workers change.
+        Args:
+            names: Number of each worker in the run; other numbers discard all earlier flushes.
+            steps: Seconds of STEP_PARTS, by rank and step.
+
+        Returns:
+            A slowdown if exchanges have just become slow; else None.
         """
         if tuple(names) != self._names:
             self._names, self._usual, self.slow, self._ahead = tuple(names), None, False, None
@@ -90,118 +95,145 @@ class ExchangeSensor:
             return None
         self._open.append(
             _summarize_steps(
-                [[sum(part) / len(mine) for part in zip(*mine, strict=True)] for mine in steps],
+                [
+                    [sum(part) / len(rank_steps) for part in zip(*rank_steps, strict=True)]
+                    for rank_steps in steps
+                ],
                 len(steps[0]),
             )
         )
         if self._ahead is None:
             self._ahead = _choose_steps(GLANCE, self._open[-1].whole)
+
+        # Merge flushes until they have enough steps; each counts by its steps.
         if (count := sum(flush.steps for flush in self._open)) < STEPS // FLUSHES:
             return None
-        exchange, whole, busy = (
-            sum(flush.steps * flush[at] for flush in self._open) / count for at in (1, 2, 3)
+        exchange, step, busy = (
+            sum(flush.steps * flush[field] for flush in self._open) / count for field in (1, 2, 3)
         )
-        self._flushes.append(_StepSeconds(count, exchange, whole, busy))
+        self._flushes.append(_StepSeconds(count, exchange, step, busy))
         self._open.clear()
         return self._judge_flushes() if len(self._flushes) == FLUSHES else None
 
     @property
     def steps_ahead(self) -> int | None:
+        """Number of steps until a glance is worth its meeting.
+
+        None until it is known what is usual, and while exchanges are slow.
+        """
         return None if self._usual is None or self.slow else self._ahead
 
     def glance_at_steps(self, last: Sequence[Sequence[Sequence[float]]]) -> Slowdown | None:
-        """Look at the seconds of PARTS of the last two steps, by rank.
+        """Judge the last two steps alone.
 
-        Flushes are seconds apart once steps are ten times as long, so waiting for one would take
-        too long.
+        When steps become ten times as long, the next flush is many seconds away; a glance doesn't
+        wait for it.
+
+        Args:
+            last: Seconds of STEP_PARTS, by rank and step.
+
+        Returns:
+            A slowdown if both steps have very slow exchanges; else None.
         """
         assert self._usual is not None
-        looks = [_summarize_steps(each) for each in zip(*last, strict=True)]
-        self._ahead = _choose_steps(GLANCE, max(look.whole for look in looks))
+        summaries = [_summarize_steps(each) for each in zip(*last, strict=True)]
+        self._ahead = _choose_steps(GLANCE, max(step.whole for step in summaries))
+        # Both steps have to be slow, as a single one may be a short disturbance.
         if any(
-            look.exchange < max(TIMES_AT_ONCE * self._usual, SHARE_AT_ONCE * look.whole, LEAST)
-            for look in looks
+            step.exchange < max(TIMES_AT_ONCE * self._usual, SHARE_AT_ONCE * step.whole, LEAST)
+            for step in summaries
         ):
             return None
-        _, exchange, whole, busy = map(statistics.fmean, zip(*looks, strict=True))
-        return Slowdown(self._usual, exchange, whole, busy)
+        _, exchange, mean_step, busy = map(statistics.fmean, zip(*summaries, strict=True))
+        return Slowdown(self._usual, exchange, mean_step, busy)
 
     def note_examination(self, slowdown: Slowdown, *, found: bool) -> None:
-        """Take note of whether a link was found to be slow, for which a glance was the reason."""
+        """Note whether the measurement after a glance has found a slow link."""
         self.slow = found
         self._ahead = None if found else _choose_steps(PAUSE, slowdown.step)
+        # Most flushes are from before the slowdown, and would call exchanges short again.
         if found:
-            self._flushes.clear()  # most are of before
+            self._flushes.clear()
             self._open.clear()
 
     def _judge_flushes(self) -> Slowdown | None:
-        columns = sorted(flush.exchange for flush in self._flushes)
-        now, sure = statistics.median(columns), columns[FLUSHES // 5]
+        """Compare the last flushes with the usual exchange."""
+        # `sure` is reached in four of five flushes.
+        exchanges = sorted(flush.exchange for flush in self._flushes)
+        now, sure = statistics.median(exchanges), exchanges[FLUSHES // 5]
         step = statistics.median(flush.whole for flush in self._flushes)
+
+        # The shortest exchange so far is the usual one, so that slow links don't become usual.
         usual = self._usual = now if self._usual is None else min(self._usual, now)
         if not self.slow and sure > TIMES * usual and sure - usual > max(LEAST, SHARE * step):
             self.slow = True
-            # and not those from before
+            # Leave out the flush from before the slowdown, if there is one.
             slow = [flush for flush in self._flushes if flush.exchange > TIMES * usual]
-            _, exchange, whole, busy = map(statistics.median, zip(*slow, strict=True))
-            return Slowdown(usual, exchange, whole, busy)
+            _, exchange, slow_step, busy = map(statistics.median, zip(*slow, strict=True))
+            return Slowdown(usual, exchange, slow_step, busy)
+        # The limit back is lower than the limit up, so that `slow` doesn't flicker.
         if now < (TIMES / 2 + 0.5) * usual + LEAST:
             self.slow = False
         return None
 
 
 def _summarize_steps(seconds: Sequence[Sequence[float]], steps: int = 1) -> _StepSeconds:
-    """Look at the seconds of PARTS of each rank.
-
-    The last worker, which waits for nobody, has the least of exchange.
-    """
-    exchange, whole = min(mine[_EXCHANGE] for mine in seconds), max(map(sum, seconds))
-    return _StepSeconds(
-        steps, exchange, whole, max(sum(mine[at] for at in _BUSY) for mine in seconds)
-    )
+    """Summarize the seconds of STEP_PARTS of each rank, in a step or a mean of `steps`."""
+    # The last worker to come to an exchange doesn't wait, so its exchange is the shortest.
+    exchange, longest = min(row[_EXCHANGE] for row in seconds), max(map(sum, seconds))
+    busy = max(sum(row[index] for index in _BUSY) for row in seconds)
+    return _StepSeconds(steps, exchange, longest, busy)
 
 
 def _choose_steps(seconds: float, step: float) -> int:
+    """Number of steps of `step` seconds in a number of seconds; at least 1."""
     return max(1, int(seconds / max(step, 1e-9)))
 
 
 class SlowLink(NamedTuple):
-    """Result of a measurement: hosts with slow links, their rate, and the usual rate.
+    """Hosts with slow links, by a measurement.
 
-    It names two hosts if the link between them is the slow one.
+    It has two hosts if only the link between them is slow.
     """
 
     hosts: tuple[int, ...]
-    rate: float  # bytes a second
-    usual: float | None  # of the other links; None where there is no other
+    rate: float  # of the slow links, in bytes per second
+    usual: float | None  # rate of the other links; None if there are no others
 
 
 def plan_rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Rounds of pairs of hosts (source, target) in which each host takes part once.
+    """Plan rounds of pairs of hosts (source, target) with each host at most once in a round.
 
-    Each pair is there in both directions.
+    Each pair is measured in both directions, in two rounds. With more than MOST_PARTNERS + 1 hosts,
+    some pairs are left out.
     """
-    ring = [*range(count), *[-1] * (count % 2)]  # -1: nobody
-    found = []
+    # The circle method of tournaments: the first host stays in its place, and the others rotate
+    # by one place after each round. The partner of -1 rests.
+    ring = [*range(count), *[-1] * (count % 2)]
+    rounds = []
     for _ in range(min(len(ring) - 1, MOST_PARTNERS)):
         half = len(ring) // 2
         pairs = [
             pair for pair in zip(ring[:half], reversed(ring[half:]), strict=True) if -1 not in pair
         ]
-        found += [pairs, [(target, source) for source, target in pairs]]
+        rounds += [pairs, [(target, source) for source, target in pairs]]
         ring = [ring[0], ring[-1], *ring[1:-1]]
-    return [pairs for pairs in found if pairs]
+    return [pairs for pairs in rounds if pairs]
 
 
 def find_slow_links(rates: Mapping[tuple[int, int], float]) -> SlowLink | None:
-    """Find the hosts whose links are slow among these rates, (source, target) -> bytes a second;
-    None if none stands out.
+    """Find hosts whose links are slow; None if all rates are alike.
 
-    Of two hosts it is always the link between them: there is no other to compare it with.
+    With two hosts, it is always the link between them, as there is no other to compare it with.
+
+    Args:
+        rates: Rate for each (source, target), in bytes per second.
     """
     hosts = sorted({host for pair in rates for host in pair})
     if len(hosts) == 2:
         return SlowLink((hosts[0], hosts[1]), min(rates.values()), None)
+
+    # The best rate of a host is limited by its own link, the others also by its partners' links.
     out, into = (
         [max(rate for pair, rate in rates.items() if pair[side] == host) for host in hosts]
         for side in (0, 1)
@@ -211,26 +243,32 @@ def find_slow_links(rates: Mapping[tuple[int, int], float]) -> SlowLink | None:
     slow = tuple(host for host, rate in zip(hosts, best, strict=True) if rate < SLOW * usual)
     if slow:
         return SlowLink(slow, min(best), usual)
-    # one link, between two hosts whose others are fine
+
+    # No host is slow as a whole: look for a single link, between hosts whose other links are fine.
     pair, rate = min(rates.items(), key=lambda item: item[1])
     return SlowLink((min(pair), max(pair)), rate, usual) if rate < SLOW * usual else None
 
 
 class CodecCost(NamedTuple):
-    """Bytes of a codec as a part of exact sums, and its processor seconds for an element."""
+    """Cost of a codec."""
 
-    sent: float
-    seconds: float
+    sent: float  # its bytes, as a part of the bytes of exact sums
+    seconds: float  # processor seconds per element
 
 
 def predict_speedup(
     slowdown: Slowdown, nbytes: float, rate: float, elements: float, codec: CodecCost
 ) -> float:
-    """Predict the speed-up of steps by a codec, for a host with a slow link.
+    """Predict how many times as fast steps become by a codec, for a host with a slow link.
 
-    The host sends `nbytes` for `elements` in a step. Time that the link saves is taken off the
-    step, which doesn't become shorter than the busiest worker's own work. Coding takes the
-    processor from the model, so all of its time is added.
+    Args:
+        slowdown: Seconds of the present steps.
+        nbytes: Bytes that the host sends in a step.
+        rate: Rate of its link in bytes per second.
+        elements: Number of elements that are summed in a step.
+        codec: Cost of the codec.
     """
+    # The step becomes shorter by the time that the link saves, but not shorter than the own work
+    # of the busiest worker. Coding takes the processor from the model: all of its time is added.
     saved = (1 - codec.sent) * nbytes / rate
     return slowdown.step / (max(slowdown.step - saved, slowdown.busy) + codec.seconds * elements)

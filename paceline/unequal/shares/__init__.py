@@ -1,1 +1,1 @@
-"""Shares of work by what machines can do."""
+"""Shares of a batch that follow the speed of workers."""

@@ -1,8 +1,7 @@
-"""Has the shares of loaders follow the speeds of workers: what each did in a step goes along when
-all hand over their logs.
+"""Adjusts the shares of loaders to the speeds of workers, at each flush of the log.
 
-step ends    units and seconds of my own work (compute, data) are kept
-all meet     everybody has those of all workers, and comes to the same decision; where shares
+step ends    each worker records its units and the seconds of its own work (compute, data)
+flush        each worker gets the records of all workers, and comes to the same decision; if shares
              change, loaders deal by them at once
 """
 
@@ -22,26 +21,32 @@ from paceline.unequal.shares.quota import ProcessorQuota
 from paceline.unequal.shares.work_record import StepWork
 
 OWN: Final = ("compute", "data")  # parts of a step that are a worker's own work
-ALIKE: Final = 1.05  # times as long: workers that take it are as fast as the fastest
+# Workers that take up to this many times as long as the fastest count as equally fast.
+ALIKE: Final = 1.05
 
 
 class OwnStep(NamedTuple):
-    """A step of this worker: units, seconds of own work and of the whole step, turns, all
-    samples.
-    """
+    """Work of this worker in one step."""
 
     units: float
-    own: float
-    whole: float
+    own: float  # seconds of own work
+    whole: float  # seconds of the step, with exchange and waiting
     turns: int
-    samples: int
+    samples: int  # of all workers
 
 
 class ShareFollower:
     """Adjusts loaders with shares="auto" to the speeds of workers.
 
-    `loaders` are all prepared ones. `mesh` has the workers' places if a model is cut. `quota`
-    measures how much of a quota this worker has used.
+    All methods that are collective take the same input on all workers, so decisions agree without
+    another message.
+
+    Args:
+        loop: Training loop whose steps are measured.
+        loaders: All loaders of the run.
+        history: History that lines about new shares go to.
+        mesh: Places of workers, if the model is cut between them.
+        quota: Measures the quota that this worker uses; None without one.
     """
 
     def __init__(
@@ -64,11 +69,11 @@ class ShareFollower:
         self._names: tuple[int, ...] = ()
         self._balancer = Balancer(1)
         self._per_sample = 1.0  # units
-        self._said = 0  # disturbed calibrations
+        self._said = 0  # disturbed calibrations that were announced
 
     @property
     def _leading_terms(self) -> LoaderSpec | None:
-        """How the loader deals whose turns are the steps, if its shares go by speed."""
+        """Terms of the loader whose turns are the steps, if its shares go by speed; else None."""
         leader = self._loop.turns.leader
         return (
             leader.loader.terms
@@ -77,14 +82,15 @@ class ShareFollower:
         )
 
     def epoch_began(self) -> None:
-        """Leave out the work between two epochs: an evaluation is no part of the next step."""
+        """Leave out the work between two epochs: an evaluation isn't part of the next step."""
         if self._quota is not None:
             self._quota.skip_use()
 
     def step_ended(self, step: int, samples: int, seconds: Mapping[str, float]) -> None:
-        """Keep what this worker did in a step, where shares go by speed."""
+        """Record the work of this worker in a step, if shares go by speed."""
         terms = self._leading_terms
         if terms is not None and not terms.is_alone:
+            # The lap is measured even if the step is skipped, so that the next one starts afresh.
             used = 0.0 if self._quota is None else self._quota.measure_lap()
             if self._loop.idle_epochs.flushing:
                 return
@@ -97,14 +103,14 @@ class ShareFollower:
             )
 
     def drain_steps(self) -> list[OwnStep]:
-        """Steps that were kept since the last call."""
+        """Hand over the steps that were recorded since the last call."""
         steps, self._steps = self._steps, []
         return steps
 
     def take_drained(self, drained: Sequence[Sequence[Sequence[Any]]]) -> None:
-        """Take in what all workers have drained, by rank, and change shares if it is time.
+        """Take in the drained steps of all workers, by rank, and change shares if it is time.
 
-        Collective, where they change.
+        Collective if they change.
         """
         terms = self._leading_terms
         if terms is None or terms.is_alone:
@@ -112,47 +118,55 @@ class ShareFollower:
         agreement, speeds = terms.agreement, terms.speeds
         assert speeds is not None
         hosts = agreement.hosts or ("",) * agreement.group.size
+
+        # Other workers: begin anew, with the curves that are known of them.
         if agreement.origins != self._names:
             self._names = agreement.origins
             self._balancer = Balancer(
                 agreement.group.size, speeds.curves_of(agreement.origins, hosts)
             )
-            self._per_sample = speeds.per_sample  # which a newcomer knows as well as others
+            # Not the value of before: a worker that has just joined doesn't have that.
+            self._per_sample = speeds.per_sample
+
         balancer = self._balancer
-        mine = [[OwnStep(*step) for step in steps] for steps in drained]
-        balancer.take_steps(self._merge_workers(mine))
-        usual = self._per_sample if terms.deals_by_cost else None
-        split = balancer.decide_speeds(per_sample=usual)
+        own_steps = [[OwnStep(*step) for step in steps] for steps in drained]
+        balancer.take_steps(self._merge_workers(own_steps))
+        per_sample = self._per_sample if terms.deals_by_cost else None
+        split = balancer.decide_speeds(per_sample=per_sample)
         self._announce_disturbed()
+
+        # Record speeds even if shares stay, so that they are known when the workers change.
         if balancer.phase != "equal":
-            speeds.record_speeds(agreement.origins, hosts, balancer.curves, usual or 1.0)
+            speeds.record_speeds(agreement.origins, hosts, balancer.curves, per_sample or 1.0)
         if split is not None:
             self._change_shares(terms, split, hosts)
 
     def _merge_workers(self, drained: Sequence[Sequence[OwnStep]]) -> list[StepWork]:
-        """Steps that all workers took; of workers with the same samples, the slowest counts."""
+        """Merge the steps that all workers took; also measure the units of a sample."""
+        # A worker that joined late has fewer steps: only the last ones are common to all.
         count = min(map(len, drained))
-        steps = list(zip(*(mine[len(mine) - count :] for mine in drained), strict=True))
-        found = [self._summarize_work(ranks) for ranks in steps]
+        steps = list(zip(*(taken[len(taken) - count :] for taken in drained), strict=True))
+        merged = [self._summarize_work(ranks) for ranks in steps]
         if samples := sum(ranks[0].samples for ranks in steps):
-            self._per_sample = sum(sum(work.units) * work.turns for work in found) / samples
-        return found
+            self._per_sample = sum(sum(work.units) * work.turns for work in merged) / samples
+        return merged
 
     def _summarize_work(self, ranks: Sequence[OwnStep]) -> StepWork:
+        """Merge the work of all ranks in a step, one entry for each share of the samples."""
+        # Workers with the same samples wait for the slowest of them, so that one counts.
         by_share: dict[int, OwnStep] = {}
-        for rank, mine in enumerate(ranks):
+        for rank, step in enumerate(ranks):
             share = rank if self._mesh is None else self._mesh.index_along(rank, SAMPLE_AXES)
-            if share not in by_share or by_share[share].own < mine.own:
-                by_share[share] = mine
-        workers = [mine for _, mine in sorted(by_share.items())]
+            if share not in by_share or by_share[share].own < step.own:
+                by_share[share] = step
+        workers = [step for _, step in sorted(by_share.items())]
         turns = max(workers[0].turns, 1)
-        units, seconds = (
-            tuple(mine.units / turns for mine in workers),
-            tuple(mine.own / turns for mine in workers),
-        )
-        return StepWork(units, seconds, max(mine.whole for mine in workers), turns)
+        units = tuple(step.units / turns for step in workers)
+        seconds = tuple(step.own / turns for step in workers)
+        return StepWork(units, seconds, max(step.whole for step in workers), turns)
 
     def _change_shares(self, terms: LoaderSpec, split: NewShares, hosts: Sequence[str]) -> None:
+        """Deal by the recorded speeds from now on, and announce the new shares."""
         batch = terms.loader.batch_size or 0
         before = self._usual_shares(terms, batch)
         for loader in self._loaders:
@@ -163,11 +177,11 @@ class ShareFollower:
             self._history.announce_event(describe_shares(split, shares, hosts))
 
     def _usual_shares(self, terms: LoaderSpec, batch: int) -> list[int]:
-        """Return the shares of a usual batch; none where there is no usual one."""
+        """Shares of a batch of the usual size; empty if batches have no usual size."""
         return list(terms.shares(batch)) if batch else []
 
     def _announce_disturbed(self) -> None:
-        """Say, twice at most, that a calibration was of no use."""
+        """Announce that a calibration was disturbed, at most twice in a run."""
         if self._balancer.disturbed > self._said < 2:
             self._said += 1
             then = (
@@ -182,16 +196,17 @@ class ShareFollower:
 
 
 def describe_shares(split: NewShares, shares: Sequence[int], hosts: Sequence[str]) -> str:
-    """Say in a line what shares of a usual batch are, who is slow, and what that brings."""
-    usual = sum(shares) / len(shares) if shares else 1.0
-    seconds = [curve(usual) for curve in split.curves]
+    """Describe the new shares, the slowest worker and the new step time, in one line."""
+    # Workers are compared by the time that each would take for an equal share.
+    equal_share = sum(shares) / len(shares) if shares else 1.0
+    seconds = [curve(equal_share) for curve in split.curves]
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     times = seconds[slowest] / min(seconds)
     where = f" on {hosts[slowest]}" if hosts[slowest] else ""
     who = (
         f"rank {slowest}{where} takes {times:.1f} times as long for a sample"
         if times > ALIKE
-        else "all take as long for a sample"
+        else "all workers take equally long for a sample"
     )
     now = f"shares are now {' + '.join(map(str, shares))}" if shares else "shares have changed"
     return f"{now}: {who}; step {split.after * 1e3:.0f} ms, {split.before * 1e3:.0f} before"

@@ -1,11 +1,11 @@
-"""Processor time that a step takes of a quota.
+"""Measures how long a quota needs to provide the processor time that a step has used.
 
-A worker with half a core that waits for others finds its quota whole again when it goes on. It
-looks as fast as one with a whole core, until it has more to do. So a step is taken to last for as
-long as the quota needs to give the time that the step has used:
+A worker with half a core regains its quota while it waits for other workers. It looks as fast as
+one with a whole core, until it has more to do. So a step counts for at least as long as the quota
+needs to provide the processor time of the step:
 
-processor    ####....####....####....    used 60 ms, half a core: 120 ms at least, even if
-             ############------------    it ran for 60 ms, and waited for the others then
+processor    ####....####....####....    60 ms used with half a core: at least 120 ms, even if
+             ############------------    it ran for 60 ms without a gap, then waited for others
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ from typing import Final
 
 from paceline.cluster import machine
 
-LOOK: Final = 0.25  # seconds after which the quota is looked up anew, at least: it may change
+# seconds between two readings of the quota, at least: it may change during a run
+LOOK: Final = 0.25
 
 
 class ProcessorQuota:
-    """Measures how much of its quota each step takes; `workers` of the host share that quota."""
+    """Measures how long the quota of a host needs to provide what each step uses.
+
+    Args:
+        workers: Number of workers on the host, which share its quota.
+        quota: Reads the quota in cores; None without a limit.
+        used: Reads the processor seconds of this process so far.
+        clock: Reads the time in seconds.
+    """
 
     def __init__(
         self,
@@ -36,13 +44,14 @@ class ProcessorQuota:
         self._cores: float | None = None
 
     def skip_use(self) -> None:
-        """Leave out use since the last call that no step has caused."""
+        """Leave out the processor time since the last call: no step has used it."""
         self._before = self._used()
 
     def measure_lap(self) -> float:
-        """Seconds in which the quota gives what was used since the last call; 0 without a limit."""
+        """Seconds the quota needs for the time used since the last call; 0 without a limit."""
         now, used = self._clock(), self._used()
         spent, self._before = used - self._before, used
         if now - self._looked >= LOOK:
             self._looked, self._cores = now, self._quota()
+        # The quota holds for the host as a whole; its workers are taken to use equal parts.
         return 0.0 if not self._cores else spent * self._workers / self._cores

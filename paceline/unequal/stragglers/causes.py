@@ -1,9 +1,9 @@
-"""Causes of a late worker, in the words of lines and reports, with advice for each.
+"""Causes of a late worker: their names in messages and reports, and advice for each.
 
 own work of a step   [ data loading ][ compute                                   ]
 
-Garbage collection, a stolen processor and swapping interrupt it. Their time is taken out of both
-parts, so that all causes add up.
+Garbage collection, a stolen processor and swapping interrupt both parts. Their time is subtracted
+from the part that they interrupt, so that all causes add up to the own work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Final
 
 from paceline.trace import MEASURED_CAUSES
 
-# compute is the rest of its own work; those before "stolen" are its work, the others are in its way
+# "compute" is the own work without the measured causes. The causes before "stolen" are work of the
+# worker itself; "stolen" and the causes after it keep the worker from working.
 CAUSES: Final = ("compute", *MEASURED_CAUSES)
 WORDS: Final = {
     "compute": "compute",

@@ -1,4 +1,4 @@
-"""How late each worker is in each step, and why.
+"""Computes how late each worker is in each step, and why.
 
 own work of a step, ms       compute  data  collection  ...   late, ms    because of
 rank 0                          40      5        0                0
@@ -26,7 +26,7 @@ Seconds = NDArray[np.float64]
 class RankLateness(NamedTuple):
     """Seconds by which a rank was later than usual, in one step or a mean one, by cause.
 
-    The values of `by_cause` add up to all of them.
+    The values of `by_cause` add up to the whole lateness.
     """
 
     rank: int
@@ -34,28 +34,33 @@ class RankLateness(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds for all causes."""
+        """Seconds of lateness for all causes together."""
         return sum(self.by_cause.values())
 
     @property
     def cause(self) -> str:
-        """The cause that took most, in words."""
+        """Cause that took the most time, in words."""
         return WORDS[find_main_cause(self.by_cause)]
 
 
 def find_main_cause(by_cause: Mapping[str, float]) -> str:
-    """Return the cause that took most."""
+    """Find the cause that took the most time."""
     return max(by_cause, key=by_cause.__getitem__)
 
 
 def compute_lateness(work: Seconds) -> Seconds:
-    """Lateness of each rank in each step, by cause.
+    """Compute the lateness of each rank in each step, by cause.
 
-    The axes of `work` are steps, ranks and CAUSES, in seconds of own work. A rank is late by its
-    time above the lower median of all ranks, so at least half of them never are. The time is
-    divided among causes by their excess over the usual. If processors are crowded for all, a rank
-    with more work loses more time to other programs: the amount that is usual for its work counts
-    as work.
+    A rank is late by its time above the lower median of all ranks, so at least half of the ranks
+    are never late. The lateness is divided among causes in proportion to their excess over the
+    lower median. If processors are crowded for all ranks, a rank with more work loses more time to
+    other programs: the part of that loss that is usual for its work counts as work.
+
+    Args:
+        work: Seconds of own work, with axes (steps, ranks, CAUSES).
+
+    Returns:
+        Seconds of lateness, with the same axes.
     """
     work = _even_out_stolen(work)
     ranks = work.shape[1]
@@ -63,38 +68,37 @@ def compute_lateness(work: Seconds) -> Seconds:
     own = work.sum(axis=2)
     late = np.maximum(own - np.partition(own, middle, axis=1)[:, middle : middle + 1], 0.0)
     more = np.maximum(work - np.partition(work, middle, axis=1)[:, middle : middle + 1], 0.0)
-    whole = more.sum(axis=2)
-    found: Seconds = (
-        more * np.divide(late, whole, out=np.zeros_like(late), where=whole > 0)[:, :, None]
+    excess = more.sum(axis=2)
+    by_cause: Seconds = (
+        more * np.divide(late, excess, out=np.zeros_like(late), where=excess > 0)[:, :, None]
     )
-    return found
+    return by_cause
 
 
 def _even_out_stolen(work: Seconds) -> Seconds:
-    """Return the same seconds, but count as work what of a stolen processor is usual for so much
-    of it.
-    """
+    """Count the usual loss to a stolen processor as work; sums of each rank stay the same."""
     middle, stolen = (work.shape[1] - 1) // 2, CAUSES.index("stolen")
     busy = work[:, :, :stolen].sum(axis=2)
-    # of each rank in all steps: a single one is mostly chance
-    mine, lost = busy.sum(axis=0), work[:, :, stolen].sum(axis=0)
-    usual = np.partition(np.divide(lost, mine, out=np.zeros_like(mine), where=mine > 0), middle)[
-        middle
-    ]
+    # The usual loss per second of work is taken over all steps, as a single step is mostly chance.
+    total, lost = busy.sum(axis=0), work[:, :, stolen].sum(axis=0)
+    losses = np.divide(lost, total, out=np.zeros_like(total), where=total > 0)
+    usual = np.partition(losses, middle)[middle]
+
+    # No rank can move more to its work than was stolen from it in that step.
     moved = np.minimum(
         np.divide(work[:, :, stolen], busy, out=np.zeros_like(busy), where=busy > 0), usual
     )
-    found = work.copy()
-    found[:, :, :stolen] *= 1 + moved[:, :, None]
-    found[:, :, stolen] -= moved * busy
-    return found
+    evened = work.copy()
+    evened[:, :, :stolen] *= 1 + moved[:, :, None]
+    evened[:, :, stolen] -= moved * busy
+    return evened
 
 
 def find_latest_rank(late: Seconds, ranks: Sequence[int]) -> RankLateness:
-    """Return the rank that was latest in the mean of these steps."""
+    """Find the rank that was latest in the mean of these steps."""
     means = late.mean(axis=0)
-    at = int(means.sum(axis=1).argmax())
-    return RankLateness(ranks[at], _name_causes(means[at]))
+    latest = int(means.sum(axis=1).argmax())
+    return RankLateness(ranks[latest], _name_causes(means[latest]))
 
 
 def _name_causes(seconds: Seconds) -> dict[str, float]:
@@ -102,7 +106,10 @@ def _name_causes(seconds: Seconds) -> dict[str, float]:
 
 
 class LatenessTotals:
-    """How late ranks were in all steps, and in each of the last ones."""
+    """Lateness of ranks: summed over all steps, and for each of the last steps.
+
+    `last` is the number of steps that are remembered one by one.
+    """
 
     def __init__(self, last: int) -> None:
         self._last = last
@@ -111,36 +118,36 @@ class LatenessTotals:
         self._recent: dict[int, list[RankLateness]] = {}  # by step
 
     def add_steps(self, steps: Sequence[int], ranks: Sequence[int], late: Seconds) -> None:
-        """Add steps in which these ranks took part."""
-        for at, rank in enumerate(ranks):
-            self._sums[rank] = self._sums.get(rank, 0.0) + late[:, at].sum(axis=0)
+        """Add steps in which these ranks took part, with their `late` seconds."""
+        for column, rank in enumerate(ranks):
+            self._sums[rank] = self._sums.get(rank, 0.0) + late[:, column].sum(axis=0)
             self._steps[rank] = self._steps.get(rank, 0) + len(steps)
-        kept = slice(max(len(steps) - self._last, 0), None)
-        for step, row in zip(steps[kept], late[kept], strict=True):
+
+        # A long flush may have more steps than are remembered.
+        last_steps = slice(max(len(steps) - self._last, 0), None)
+        for step, row in zip(steps[last_steps], late[last_steps], strict=True):
             self._recent[step] = [
-                RankLateness(ranks[at], _name_causes(row[at]))
-                for at in np.flatnonzero(row.sum(axis=1) > 0).tolist()
+                RankLateness(ranks[column], _name_causes(row[column]))
+                for column in np.flatnonzero(row.sum(axis=1) > 0).tolist()
             ]
         for step in sorted(self._recent)[: -self._last]:
             del self._recent[step]
 
     def mean_lateness(self) -> list[dict[str, float]]:
-        """Return the mean seconds of a step by which each rank was late, by cause, in the order
-        of ranks.
-        """
+        """Mean seconds by which each rank was late in a step, by cause, in the order of ranks."""
         return [_name_causes(self._sums[rank] / self._steps[rank]) for rank in sorted(self._sums)]
 
     def late_ranks_of(self, step: int) -> list[RankLateness]:
-        """Late ranks of one of the last steps."""
+        """Late ranks of one of the last steps; empty for an older step."""
         return self._recent.get(step, [])
 
     def recent_late_ranks(self) -> dict[int, list[RankLateness]]:
-        """Late ranks of each of the last steps."""
+        """Late ranks of each of the last steps, by step."""
         return dict(self._recent)
 
 
 def stack_records(records: Sequence[Mapping[int, LogRecord]], ranks: Sequence[int]) -> Seconds:
-    """Return the work of steps as `lateness` takes it, by the records of each step by rank."""
+    """Stack the records of steps, each by rank, into the seconds for `compute_lateness`."""
     rows = [
         [[*(step[rank].seconds or ()), *(step[rank].causes or ())] for rank in ranks]
         for step in records
@@ -151,5 +158,6 @@ def stack_records(records: Sequence[Mapping[int, LogRecord]], ranks: Sequence[in
         table[:, :, STEP_PARTS.index("data")],
         table[:, :, len(STEP_PARTS) :] * 1e-6,
     )
+    # Compute is the remainder, at least 0: clocks of the causes aren't exact.
     rest = np.maximum(compute + data - measured.sum(axis=2), 0.0)
     return np.concatenate([rest[:, :, None], measured], axis=2)

@@ -1,7 +1,6 @@
 """Detects stragglers during a run: a few workers that have more to do in each step than most.
 
-seconds of own work (compute, data) of each worker, mean over the steps since the last flush of the
-log:
+Own work (compute, data) of each worker in ms, mean over the steps between two flushes of the log:
 
 flush   -4   -3   -2   -1    0
 rank 0  48   50   51   49   50  ms
@@ -9,7 +8,7 @@ rank 1  51   49   50   90   51
 rank 2  84   85   86   85   84   ->   35 ms late
 
 A worker that is late in four of five flushes is named. So a worker that evaluates or saves now and
-then is not named, and the noise of a moment doesn't count.
+then isn't named, and short noise doesn't count.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ from paceline.trace import MEASURED_CAUSES, STEP_PARTS
 from paceline.unequal.stragglers.causes import CAUSES, REMEDIES, WORDS
 from paceline.unequal.stragglers.lateness import compute_lateness, find_main_cause
 
-LATE, STILL_LATE = 0.2, 0.1  # parts of a step: to be named, and to stay named
-LEAST = 1e-3  # seconds: less is not worth a line
-FLUSHES, STEPS, SECONDS = 5, 20, 3.0  # the least that is looked at
-# seconds (of steps) between two lines, and between two that name the same workers
+# lateness as a part of a step: to be named, and to stay named
+LATE, STILL_LATE = 0.2, 0.1
+LEAST = 1e-3  # seconds of lateness that are worth a line, at least
+FLUSHES, STEPS, SECONDS = 5, 20, 3.0  # each is a minimum before workers are judged
+# seconds of steps between two lines, and between two lines that name the same workers
 PAUSE, AGAIN = 60.0, 1800.0
 WORK = tuple(STEP_PARTS.index(part) for part in ("compute", "data"))
 
@@ -38,24 +38,24 @@ class _FlushMeans(NamedTuple):
     """Means over the steps of one flush."""
 
     steps: int
-    seconds: float  # of all these steps, on the worker whose steps are the longest
-    work: tuple[float, ...]  # seconds in a step, of each rank
-    # seconds in a step by which each rank was late because of each of CAUSES
+    seconds: float  # of all these steps, on the worker with the longest steps
+    work: tuple[float, ...]  # seconds of own work in a step, of each rank
+    # Seconds by which each rank was late in a step, for each of CAUSES.
     late: tuple[tuple[float, ...], ...]
 
     @property
     def lateness(self) -> tuple[float, ...]:
         """Seconds of own work of each rank above the usual; at least half of the ranks have 0."""
         usual = statistics.median_low(self.work)
-        return tuple(mine - usual for mine in self.work)
+        return tuple(seconds - usual for seconds in self.work)
 
 
 class Judgement(NamedTuple):
-    """Result of one look at the last flushes: late ranks, own work of each rank, main cause."""
+    """Result of judging the last flushes."""
 
-    late: frozenset[int]
-    work: tuple[float, ...]
-    cause: str  # of CAUSES; of all that are late together
+    late: frozenset[int]  # ranks
+    work: tuple[float, ...]  # seconds of own work in a step, of each rank
+    cause: str  # one of CAUSES: the main one of all late ranks together
 
     @property
     def cause_in_words(self) -> str:
@@ -64,12 +64,10 @@ class Judgement(NamedTuple):
 
 
 class StragglerSensor:
-    """Judges the last flushes.
+    """Judges which workers are late by the last flushes.
 
-    Its answers are the same on all workers with the same input, as its clock is the time of the
-    steps.
-
-    `mesh`: where workers are, if a model is cut between them.
+    Its judgements are the same on all workers with the same input, as its clock counts seconds of
+    steps. `mesh` has the places of workers if the model is cut between them.
     """
 
     def __init__(self, mesh: Mesh | None = None) -> None:
@@ -79,7 +77,7 @@ class StragglerSensor:
         self._clock = 0.0
         self._said = -PAUSE
         self._named: frozenset[int] = frozenset()
-        # of the last flush; None where there was too little to judge by
+        # Of the last flush; None if there were too few steps to judge.
         self.judgement: Judgement | None = None
 
     def take_flush(
@@ -89,13 +87,17 @@ class StragglerSensor:
         hosts: Sequence[str],
         causes: Sequence[Sequence[Sequence[float]]] | None = None,
     ) -> str | None:
-        """Take in the seconds of PARTS of each step since the last flush, by rank.
+        """Take in the steps of all workers since the last flush.
 
-        Returns a line to be said, or None.
+        Args:
+            names: Number of each worker in the run; other numbers discard all earlier flushes.
+            steps: Seconds of STEP_PARTS, by rank and step.
+            hosts: Host of each rank.
+            causes: Microseconds of MEASURED_CAUSES, by rank and step; None if nothing but the
+                loading of data was measured.
 
-        All begins anew when `names`, the numbers of the workers, change. `hosts`: of each rank;
-        `causes`: microseconds of MEASURED of the same steps (None: nothing but the loading of data
-        was measured).
+        Returns:
+            A line that names the stragglers, if it is time for one; else None.
         """
         self.judgement = None
         if tuple(names) != self._names:
@@ -103,9 +105,12 @@ class StragglerSensor:
             self._flushes.clear()
         if len(steps) < 2 or not all(steps):
             return None
-        length = max(sum(map(sum, mine)) / len(mine) for mine in steps)
+
+        # Ranks may have logged different numbers of steps, so all values are means of a step.
+        length = max(sum(map(sum, rank_steps)) / len(rank_steps) for rank_steps in steps)
         work = tuple(
-            sum(second[part] for second in mine for part in WORK) / len(mine) for mine in steps
+            sum(step[part] for step in rank_steps for part in WORK) / len(rank_steps)
+            for rank_steps in steps
         )
         self._flushes.append(
             _FlushMeans(
@@ -115,12 +120,17 @@ class StragglerSensor:
         self._clock += self._flushes[-1].seconds
         if not _is_enough([*self._flushes]):
             return None
+
+        # Forget old flushes as soon as the later ones are enough to judge by.
         while _is_enough([*self._flushes][1:]):
             self._flushes.popleft()
         return self._judge_flushes(hosts)
 
     def _judge_flushes(self, hosts: Sequence[str]) -> str | None:
+        """Judge the last flushes, and describe the stragglers if a line is due."""
         step = statistics.median(flush.seconds / flush.steps for flush in self._flushes)
+
+        # A rank is surely late by the lateness that it reaches in four of five flushes.
         columns = zip(*(flush.lateness for flush in self._flushes), strict=True)
         sure = [sorted(column)[len(column) // 5] for column in columns]
         limits = [
@@ -133,11 +143,15 @@ class StragglerSensor:
             statistics.median(column)
             for column in zip(*(flush.work for flush in self._flushes), strict=True)
         )
-        # by no worker's memory
-        anew = frozenset(
+
+        # The judgement doesn't depend on which ranks were named before: eviction and other readers
+        # have their own memory.
+        newly_late = frozenset(
             rank for rank, seconds in enumerate(sure) if seconds > max(LEAST, LATE * step)
         )
-        self.judgement = Judgement(anew, work, self._find_causes(anew))
+        self.judgement = Judgement(newly_late, work, self._find_causes(newly_late))
+
+        # The line does: a named rank stays named at half the lateness, and isn't repeated soon.
         if not late:
             self._named = late
         elif since >= PAUSE and (late != self._named or since >= AGAIN):
@@ -148,10 +162,10 @@ class StragglerSensor:
         return None
 
     def _find_causes(self, ranks: frozenset[int]) -> str:
-        """Return for what these ranks were late in the last flushes."""
+        """Find the main cause of the lateness of these ranks in the last flushes."""
         seconds = [
-            sum(sum(flush.late[rank][at] for rank in ranks) for flush in self._flushes)
-            for at in range(len(CAUSES))
+            sum(sum(flush.late[rank][cause] for rank in ranks) for flush in self._flushes)
+            for cause in range(len(CAUSES))
         ]
         return find_main_cause(dict(zip(CAUSES, seconds, strict=True)))
 
@@ -161,16 +175,20 @@ def _mean_lateness(
     steps: Sequence[list[list[float]]],
     causes: Sequence[Sequence[Sequence[float]]] | None,
 ) -> tuple[tuple[float, ...], ...]:
-    """Return the seconds in a mean step by which each rank was late because of each of CAUSES."""
+    """Seconds by which each rank was late in a mean step, for each of CAUSES."""
+    # The first measured cause is the loading of data, which steps have as well.
     data = STEP_PARTS.index("data")
     if causes is None:
         causes = [
-            [[1e6 * second[data], *[0.0] * (len(MEASURED_CAUSES) - 1)] for second in mine]
-            for mine in steps
+            [[1e6 * step[data], *[0.0] * (len(MEASURED_CAUSES) - 1)] for step in rank_steps]
+            for rank_steps in steps
         ]
     measured = [
-        [1e-6 * sum(column) / len(mine) for column in zip(*mine, strict=True)] for mine in causes
+        [1e-6 * sum(column) / len(rank_causes) for column in zip(*rank_causes, strict=True)]
+        for rank_causes in causes
     ]
+
+    # Compute, the first of CAUSES, is the rest of the own work.
     rows = [[max(own - sum(each), 0.0), *each] for own, each in zip(work, measured, strict=True)]
     return tuple(map(tuple, compute_lateness(np.array([rows]))[0].tolist()))
 
@@ -189,24 +207,32 @@ def describe_stragglers(
     *,
     cause: str = "compute",
 ) -> str:
-    """Say which workers make the others wait, for how long, why, and what to do.
+    """Describe which workers make the others wait, how long, why, and what to do.
 
-    `work` has the seconds of own work of each rank in a step, `late` the slow ranks, `cause` (of
-    CAUSES) what they are late for; a step takes `step` seconds.
+    Args:
+        work: Seconds of own work in a step, of each rank.
+        late: Ranks that are late.
+        step: Seconds of a step.
+        hosts: Host of each rank.
+        mesh: Places of workers if the model is cut between them; None otherwise.
+        cause: Main cause of the lateness, one of CAUSES.
+
+    Returns:
+        One line of text.
     """
-    others = [mine for rank, mine in enumerate(work) if rank not in late]
+    others = [seconds for rank, seconds in enumerate(work) if rank not in late]
     more = statistics.median(work[rank] for rank in late) - statistics.median(others)
     who = name_ranks(late, hosts, mesh)
     make = "makes" if len(late) == 1 else "make"
-    what_helps = REMEDIES.get(cause) or advise_remedy(
+    remedy = REMEDIES.get(cause) or advise_remedy(
         work_by_share(work, mesh), staged=mesh is not None and mesh.axis_size("stage") > 1
     )
     took = f"{more * 1e3:.1f} ms in each step, {more / step:.0%} of it, for {WORDS[cause]}"
-    return f"{who} {make} the others wait: {took}. {what_helps}"
+    return f"{who} {make} the others wait: {took}. {remedy}"
 
 
 def name_ranks(ranks: frozenset[int], hosts: Sequence[str], mesh: Mesh | None = None) -> str:
-    """Name ranks with their hosts, together if they are all workers of their hosts.
+    """Name ranks with their hosts; only the hosts come first if all their workers are meant.
 
     `hosts` has the host of each rank.
     """
@@ -221,45 +247,55 @@ def name_ranks(ranks: frozenset[int], hosts: Sequence[str], mesh: Mesh | None = 
 
 
 def measure_inequality(steps: Sequence[Mapping[int, float]]) -> list[dict[str, float]]:
-    """Median seconds of own work of each rank, and how often it was a tenth above the usual.
+    """Compute the median own work of each rank, and how often it was a tenth above the usual.
 
-    A step has the seconds of each rank that took part. A rank that is missing in the last steps has
-    left the run, and is left out.
+    A rank that is missing in all of the last steps has left the run, and is left out.
+
+    Args:
+        steps: For each step, the seconds of own work by rank.
+
+    Returns:
+        For each rank in order, the median `seconds` and the part of its steps in which it was
+        `late`.
     """
-    there = {rank for step in list(steps)[-STEPS:] for rank in step}
-    usual = [1.1 * statistics.median_low(step.values()) for step in steps]
-    found = []
-    for rank in sorted(there):
-        mine = [
-            (step[rank], limit) for step, limit in zip(steps, usual, strict=True) if rank in step
+    present = {rank for step in list(steps)[-STEPS:] for rank in step}
+    limits = [1.1 * statistics.median_low(step.values()) for step in steps]
+    summaries = []
+    for rank in sorted(present):
+        taken = [
+            (step[rank], limit) for step, limit in zip(steps, limits, strict=True) if rank in step
         ]
-        late = sum(seconds > limit for seconds, limit in mine)
-        found.append(
-            {"seconds": statistics.median(seconds for seconds, _ in mine), "late": late / len(mine)}
+        late = sum(seconds > limit for seconds, limit in taken)
+        summaries.append(
+            {
+                "seconds": statistics.median(seconds for seconds, _ in taken),
+                "late": late / len(taken),
+            }
         )
-    return found
+    return summaries
 
 
 def work_by_share(work: Sequence[float], mesh: Mesh | None) -> list[float]:
-    """Seconds of own work by share of the samples: the slowest of workers with the same samples."""
+    """Seconds of own work for each share: those of the slowest worker with the same samples."""
     if mesh is None:
         return list(work)
-    found: dict[int, float] = {}
-    for rank, mine in enumerate(work):
+    by_share: dict[int, float] = {}
+    for rank, seconds in enumerate(work):
         share = mesh.index_along(rank, SAMPLE_AXES)
-        found[share] = max(mine, found.get(share, 0.0))
-    return [mine for _, mine in sorted(found.items())]
+        by_share[share] = max(seconds, by_share.get(share, 0.0))
+    return [seconds for _, seconds in sorted(by_share.items())]
 
 
 def advise_remedy(work: Sequence[float], *, staged: bool = False) -> str:
-    """Advice for workers with these seconds of own work in a step, each above 0.
+    """Advise what to do about late workers.
 
-    Workers with the same samples count once. `staged` says whether they have different layers.
+    `work` has the seconds of own work in a step, each above 0; workers with the same samples count
+    once. `staged` says whether workers have different layers.
     """
     if staged:
         return (
-            "See what else runs there, or whether its layers take longer than others': "
-            "once the run has ended, paceline report says so"
+            "See what else runs there, or whether its layers take longer than other layers: "
+            "once the run has ended, paceline report shows that"
         )
     if len(work) == 1:
         return "See what else runs there; all workers have the same samples, so shares can't help"

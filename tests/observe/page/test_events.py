@@ -33,7 +33,7 @@ from paceline.observe.page.events import EVENT_KINDS, classify_event
         ),
         ("codec: int8() 1.4 times as fast, which is taken from step 40 on", "codec"),
         (
-            "exchanges take 9.0 ms of a step where it was 4.0 ms: the link of B carries 8 Mbit/s",
+            "exchanges take 9.0 ms of a step instead of 4.0 ms: the link of B carries 8 Mbit/s",
             "link",
         ),
         ("saved step-00000004", "checkpoint"),

@@ -232,7 +232,7 @@ def test_a_long_way() -> None:
             cluster(), lambda link: (link.source, link.target) == (0, 3), latency_seconds=0.02
         )
     )
-    assert said == "h0 to h3 takes 20.0 ms, where 0.10 ms are typical here"
+    assert said == "h0 to h3 takes 20.0 ms, and 0.10 ms are typical here"
 
 
 def test_a_shared_uplink() -> None:
