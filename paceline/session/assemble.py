@@ -1,13 +1,13 @@
-"""Builds a run: each part once and complete, and one list of the parts that follow the loop.
+"""Builds a run from its parts, and lists the parts that follow the training loop.
 
-Joined             this worker, and the groups it shares with the others
+Joined             this worker, and the groups that it shares with other workers
   strategy.begin   -> the strategy as it runs, and its abilities
   TrainingLoop     -> the loop, which watches backward passes
   Prepared         -> the objects that a script gives to `run.prepare`
   RunHistory       -> the seed of all workers, and events; then folder and log are opened
-  RunEnding        -> how everything is freed
+  RunEnding        -> frees everything at the end
   LogCollector, ReplicaComparer, StartupHints, OptimizerWatch, CheckpointSaver
-  Recovery         -> how the run goes on when workers are lost
+  Recovery         -> continues the run when workers are lost
   LoopObservers    -> the parts that are called in the loop, in order
   Run              -> the object that a script works with
 """
@@ -141,7 +141,7 @@ class _RunAssembly:
             context,
             strategy,
         )
-        # strategies find the workers of a host through it
+        # strategies find the workers of a host through `Subgroups`
         subgroups = Subgroups(context, lambda: axes.hosts_of(context))
         if axes.replicas is not context:
             Subgroups(axes.replicas, lambda: axes.hosts_of(axes.replicas))
@@ -181,6 +181,7 @@ class _RunAssembly:
             cuts.stage_splits,
             cuts.share_stage_state,
         )
+        # options are checked before the folder appears, so that a mistake leaves no folder behind
         check_comparison(comparison, self.sync, self.abilities.replicated)
         if self.elastic:
             check_elastic(worker.device, self.abilities)
@@ -208,7 +209,7 @@ class _RunAssembly:
         )
         log = None if start is None else self.log
         worker_id = worker.place.worker
-        # in an elastic job ranks change; no other worker ever has the same id
+        # in an elastic job ranks change, but the id of a worker is never used again
         stream = self.context.group.rank if worker_id is None else worker_id
         generator = WorkerGenerator(history.seed, stream, worker.device)
         self.own = WorkerState(
@@ -261,7 +262,7 @@ class _RunAssembly:
     def _build_ending(self, comparison: Comparison) -> None:
         """Build the parts that report the progress of the run, and the part that ends it."""
         view, log, prepared, history = self.view, self.log, self.prepared, self.history
-        book = log.writer
+        writer = log.writer
         conclusion = RunConclusion(
             self.strategy,
             self.axes,
@@ -278,7 +279,7 @@ class _RunAssembly:
         )
         self.live = LiveRecord(
             self.folder,
-            lambda: book is not None and not book.stands_by,
+            lambda: writer is not None and not writer.stands_by,
             conclusion.collect_progress,
             self.context.announce,
         )
@@ -300,18 +301,18 @@ class _RunAssembly:
             self.sync,
             self.abilities.replicated,
             event=history.note_event,
-            # collective, but only the workers with the differing part would call it
+            # writing is collective, and in a mesh only workers of the differing part would call it
             conclude=(lambda: None) if self.axes.cut_axes else conclusion.write_conclusion,
         )
 
     def connect_parts(self, total_steps: int | None) -> Run:
-        """Connect the parts, and return the run that a script works with."""
-        body, recovery, leaving = self._build_recovery() if self.elastic else (None, None, None)
+        """Connect the parts to the loop, and make the `Run` of them."""
+        elastic, recovery, leaving = self._build_recovery() if self.elastic else (None, None, None)
         loop, log, comparer = self.loop, self.log, self.comparer
         collector = self._build_collector(recovery, leaving)
         survival = None
-        if body is not None and recovery is not None and leaving is not None:
-            survival = self._build_survival(body, recovery, leaving, collector)
+        if elastic is not None and recovery is not None and leaving is not None:
+            survival = self._build_survival(elastic, recovery, leaving, collector)
         ended = (
             self.links.step_ended,
             collector.step_ended,
@@ -322,7 +323,8 @@ class _RunAssembly:
         restart = () if place.job_start is None else (self.resumption.training_begins,)
         unlimited = place.most_steps is None and place.most_seconds is None
         limit = () if unlimited else (RunLimit(place, collector.request_stop).step_ended,)
-        instead = (
+        # `paceline layout` only describes the model: it writes the layout and exits, untrained
+        describing = (
             ()
             if place.layout is None
             else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write_and_exit,)
@@ -331,10 +333,11 @@ class _RunAssembly:
         def begin_comparing() -> None:
             comparer.begin_training(loop.steps_made)
 
+        # the loop calls the parts of each event in this order, which is the same on all workers
         loop.observe(
             LoopObservers(
                 training_begins=(
-                    *instead,
+                    *describing,
                     *restart,
                     *(() if survival is None else (survival.begin_surviving,)),
                     begin_comparing,
@@ -346,14 +349,14 @@ class _RunAssembly:
                 ),
                 lead_taken=(policy.check_leader, plan.add_leading_loader),
                 first_step=(
-                    *instead,
+                    *describing,
                     self.prepared.cuts.check_used,
                     self.memory.predict_optimizer,
                     self.hints.hint_at_missing_gradients,
                 ),
                 stepped=() if observer is None else (observer.note_optimizer_step,),
                 doubled=(self.memory.measure_held,),
-                committed=() if body is None else (body.buddies.copy_if_due,),
+                committed=() if elastic is None else (elastic.buddies.copy_if_due,),
                 step_ended=(
                     log.end_step,
                     comparer.step_ended,
@@ -392,7 +395,7 @@ class _RunAssembly:
         )
 
     def _build_recovery(self) -> tuple[ElasticRun, Recovery, Departure]:
-        """Build the parts that go on when workers are lost."""
+        """Build the parts that continue the run when workers are lost."""
         worker, context, own, prepared = self.view.worker, self.context, self.own, self.prepared
         place, watching = worker.place, self.joined.watching
         assert place.worker is not None and place.orders_fd is not None

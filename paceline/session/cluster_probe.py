@@ -29,17 +29,17 @@ from paceline.unequal.probe import compute, rounds
 from paceline.unequal.probe.dtypes import USUAL, Dtype, check_dtypes
 from paceline.unequal.probe.links import LinkFigures, LinkMeter, choose_stream_seconds
 
-COMPUTING: Final = 6.0  # seconds for all products and copies, where hosts share a machine
+COMPUTING: Final = 6.0  # seconds for all products and copies, if hosts share a machine
 MOST_COMPUTING: Final = 0.9  # seconds of each host, each time
-# of all hosts of a machine, about: several short ones for each, as a machine is slower at some
-# moments
+# number of turns of all hosts of a machine, about: each host has several short turns, as a machine
+# is slower at some moments
 TURNS: Final = 16
-# seconds of each product where a quota holds: three periods of 100 ms, and two gaps between
+# seconds of each product under a quota of processor time: three periods of 100 ms, and two gaps
 SOME_PERIODS: Final = 0.35
 LINKING: Final = 6.0  # seconds for all links between hosts
 LEAST_LINKING, MOST_LINKING = 0.05, 0.15  # seconds of each direction
 INSIDE: Final = 0.06  # seconds of each direction of a pair inside a host
-# seconds of a round in which all hosts send: several connections have to find their paces
+# seconds of a round in which all hosts send: the connections need time to settle at their rates
 CROWDED: Final = 0.3
 
 
@@ -47,8 +47,8 @@ def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
     """Measure the compute of each worker and the speed of each link. Collective.
 
     >>> with pl.start() as run:
-    ...     found = pl.probe(run)
-    ...     run.print(found.hosts, found.links)
+    ...     cluster = pl.probe(run)
+    ...     run.print(cluster.hosts, cluster.links)
 
     It takes less than 20 seconds for 8 workers. Call it before loops or between them.
 
@@ -74,7 +74,7 @@ def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
     if parts.survival is not None:
         raise UsageError(
             "pl.probe(run) measures all workers together, and --min-workers lets some go: "
-            "leave it out where you measure"
+            "leave it out to measure"
         )
     return measure_group(run.group, parts.view.cluster, run.device, dtypes)
 
@@ -82,37 +82,40 @@ def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
 def measure_group(
     group: Group, topology: Topology, device: torch.device, dtypes: Sequence[str]
 ) -> Topology:
-    """Measure the workers of a group, which are those of `topology`; each computes on its `device`.
+    """Measure the workers of a group, which `topology` lists. Collective.
 
-    Collective.
+    Each worker computes on its `device`.
     """
     check_dtypes(dtypes)
-    asked = group.gather_objects(list(dtypes), name="probe.dtypes")
-    if any(each != asked[0] for each in asked):
-        other = next(rank for rank, each in enumerate(asked) if each != asked[0])
+    dtypes_by_rank = group.gather_objects(list(dtypes), name="probe.dtypes")
+    if any(each != dtypes_by_rank[0] for each in dtypes_by_rank):
+        other = next(rank for rank, each in enumerate(dtypes_by_rank) if each != dtypes_by_rank[0])
         raise UsageError(
-            f"workers ask pl.probe for other dtypes: rank 0 for {asked[0]}, rank {other} for "
-            f"{asked[other]}; give all the same"
+            f"workers ask pl.probe for other dtypes: rank 0 for {dtypes_by_rank[0]}, "
+            f"rank {other} for {dtypes_by_rank[other]}; give all the same"
         )
-    known = _add_facts(topology, group.gather_objects(_collect_facts(), name="probe.machines"))
-    connected = connect_pairs(group, hostnames=known.host_names())
+    described = _add_facts(topology, group.gather_objects(_collect_facts(), name="probe.machines"))
+    connected = connect_pairs(group, hostnames=described.host_names())
     try:
-        found = _WorkerProbe(group, known, device, dtypes, connected)
-        devices = group.gather_objects(asdict(found.measure_compute()), name="probe.devices")
-        figures = group.gather_objects(found.measure_links(), name="probe.links")
+        probe = _WorkerProbe(group, described, device, dtypes, connected)
+        devices = group.gather_objects(asdict(probe.measure_compute()), name="probe.devices")
+        figures = group.gather_objects(probe.measure_links(), name="probe.links")
     except BaseException:
+        # others may wait for this worker: an abort ends their waits at once
         connected.abort()
         raise
     connected.close()
     ordered = [_choose_device(each) for each in devices]
     hosts = tuple(
-        replace(host, devices=tuple(ordered[rank] for rank in host.ranks)) for host in known.hosts
+        replace(host, devices=tuple(ordered[rank] for rank in host.ranks))
+        for host in described.hosts
     )
+    # each worker measured the links that begin at it, so together these are all links
     alone, crowded = (
         [LinkFigures(tuple(pair), *rest) for each in figures for pair, *rest in each[part]]
         for part in (0, 1)
     )
-    return Topology(hosts, tuple(_merge_links(known, alone, crowded)))
+    return Topology(hosts, tuple(_merge_links(described, alone, crowded)))
 
 
 class _WorkerProbe:
@@ -130,7 +133,7 @@ class _WorkerProbe:
         self._meter = LinkMeter(connected, read_timings().probe)
 
     def measure_compute(self) -> Device:
-        """Measure this worker's device, when it is its host's turn."""
+        """Measure this worker's device whenever its host has a turn."""
         sizes = self._group.gather_objects(
             [compute.choose_matrix_length(self._device, dtype) for dtype in self._dtypes],
             name="probe.sizes",
@@ -140,34 +143,35 @@ class _WorkerProbe:
         # devices of one kind are compared by the same matrices
         sides = [max(column) for column in zip(*alike, strict=True)]
         waves = rounds.plan_compute_waves(self._topology)
-        held = any(host.quota is not None for host in self._topology.hosts)
-        turns = waves * max(1, (TURNS // 2 if held else TURNS) // len(waves))
+        limited = any(host.quota is not None for host in self._topology.hosts)
+        turns = waves * max(1, (TURNS // 2 if limited else TURNS) // len(waves))
         seconds = min(MOST_COMPUTING, COMPUTING / len(turns)) / (len(sides) + 1)
-        if held:
+        if limited:
             seconds = max(seconds, SOME_PERIODS)
-        mine, clock, copies = (
+        own_host, clock, copies = (
             self._topology.host_by_rank()[self._group.rank],
             machine.ProcessorClock(0.0, 0.0, ""),
             list[float](),
         )
-        # for all turns: a system takes longer to give such memory than a copy in it takes
+        # one pair for all turns: allocating this memory takes longer than a copy in it
         pair = compute.make_copy_pair(self._device)
         tries: dict[str, list[tuple[DeviceSpeed, float]]] = {dtype: [] for dtype in self._dtypes}
+        # all workers meet before each measurement, so only the hosts of the wave are busy
         for wave in turns:
             for dtype, side in zip(self._dtypes, sides, strict=True):
                 self._meter.meet_workers()
-                if mine in wave:
+                if own_host in wave:
                     tries[dtype].append(
                         compute.measure_products(self._device, dtype, side, seconds)
                     )
                     clock = machine.read_clock()
             self._meter.meet_workers()
-            if mine in wave:
+            if own_host in wave:
                 copies.append(compute.measure_copies(pair, seconds))
-        del pair  # before anybody asks how much memory is free
+        del pair  # before any worker measures its free memory
         self._meter.meet_workers()
-        # what disturbs makes slower, never faster
-        best = [max(each, key=lambda found: found[0].flops) for each in tries.values()]
+        # a disturbance can only slow a product down, so the fastest try is the truest
+        best = [max(each, key=lambda tried: tried[0].flops) for each in tries.values()]
         return self._describe_device(
             [speed for speed, _ in best],
             max(copies),
@@ -199,13 +203,14 @@ class _WorkerProbe:
         )
 
     def measure_links(self) -> tuple[list[LinkFigures], list[LinkFigures]]:
-        """Measure the links that begin here: alone, and while others send as well."""
+        """Measure the links that begin at this worker: alone, and while all hosts send."""
         topology, meter = self._topology, self._meter
         between = rounds.plan_between_rounds(topology)
         seconds = min(MOST_LINKING, max(LEAST_LINKING, LINKING / (1.5 * max(1, len(between)))))
         alone = meter.measure_alone(rounds.plan_inside_rounds(topology), INSIDE)
         alone += meter.measure_alone(between, seconds)
         crowded = meter.measure_crowded(rounds.plan_crowded_inside(topology), INSIDE)
+        # the round must be longer for slow links, and equally long on all workers
         slowest = max(
             self._group.gather_objects(
                 max((each.latency for each in alone), default=0.0), name="probe.latency"
@@ -219,7 +224,7 @@ class _WorkerProbe:
 
 
 def _collect_facts() -> dict[str, Any]:
-    """Collect the facts of this machine that need no measurement."""
+    """Collect facts about this machine that need no measurement."""
     return {
         "machine": machine.identify_boot(),
         "machine_cores": os.cpu_count() or 1,
@@ -229,14 +234,17 @@ def _collect_facts() -> dict[str, Any]:
 
 
 def _add_facts(topology: Topology, facts: Sequence[dict[str, Any]]) -> Topology:
-    """Return the topology with what the first worker of each host knows of it."""
+    """Complete the hosts of a topology by the facts from the first worker of each."""
     hosts = []
     for host in topology.hosts:
-        known = facts[host.ranks[0]]
+        host_facts = facts[host.ranks[0]]
         hosts.append(
             replace(
                 host,
-                **{**known, "interfaces": tuple(Interface(**each) for each in known["interfaces"])},
+                **{
+                    **host_facts,
+                    "interfaces": tuple(Interface(**each) for each in host_facts["interfaces"]),
+                },
             )
         )
     return Topology(tuple(hosts))
@@ -249,18 +257,17 @@ def _choose_device(given: dict[str, Any]) -> Device:
 def _merge_links(
     topology: Topology, alone: Iterable[LinkFigures], crowded: Iterable[LinkFigures]
 ) -> Iterable[HostLink]:
-    """Yield the link of each pair of hosts; inside a host the median of its pairs."""
-    where, found = (
+    """Yield one link for each pair of hosts: the median of its pairs of workers."""
+    host_of, by_hosts = (
         topology.host_by_rank(),
         dict[tuple[int, int], tuple[list[LinkFigures], list[LinkFigures]]](),
     )
-    for place, figures in ((0, alone), (1, crowded)):
+    for column, figures in ((0, alone), (1, crowded)):
         for each in figures:
-            found.setdefault((where[each.pair[0]], where[each.pair[1]]), ([], []))[place].append(
-                each
-            )
-    for source, target in sorted(found):
-        single, many = found[source, target]
+            hosts = (host_of[each.pair[0]], host_of[each.pair[1]])
+            by_hosts.setdefault(hosts, ([], []))[column].append(each)
+    for source, target in sorted(by_hosts):
+        single, many = by_hosts[source, target]
         latency, rate = (
             statistics.median(getattr(each, name) for each in single)
             for name in ("latency", "rate")

@@ -1,10 +1,8 @@
 """Collects logs on the first worker about once a second, and realigns workers out of lockstep.
 
-in lockstep        run.log: all meet at a step agreed before      records -> the first worker
-out of lockstep    each posts a letter at its own pace            letters -> the first worker,
-                                                                  when it posts
-                   first call of all after an epoch: all come to the same step, with the same
-                   parameters
+in lockstep        all meet at a step agreed before        records -> the first worker
+out of lockstep    each posts a letter at its own pace     letters -> the first worker, as it posts
+                   first collective call after an epoch    all get the same step and parameters
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from paceline.unequal.shares.follower import ShareFollower
 
 
 class LogCollector:
-    """Collects on the first worker what was logged. `everyone`: all workers.
+    """Collects the logs of all workers (`everyone`) on the first worker.
 
-    At the same meetings `follower` has shares follow speeds, `links` looks after slow links, and
-    `eviction` has those leave that are late. Then `live` is brought up to date.
+    At the same meetings `follower` fits shares to speeds, `links` checks for slow links, and
+    `eviction` makes late workers leave. Then `live` updates its file.
     """
 
     def __init__(
@@ -54,22 +52,22 @@ class LogCollector:
             recovery,
         )
         self._history, self._log, self._meetings = records.history, records.log, records.meetings
-        # of each worker, how far its records are here, where they come by letter
+        # by worker: the state of its last letter, without records; used out of lockstep only
         self._known: dict[int, bytes] = {}
         self.asked = False  # this worker wants to stop
-        self.stopping = False  # all have agreed to
+        self.stopping = False  # all workers have agreed to stop
 
     @property
     def sample_queue(self) -> SampleQueue | None:
-        """Where workers get their samples while they are not in lockstep."""
+        """Queue from which workers take samples while they are not in lockstep."""
         return self._loop.abilities.sample_queue
 
     def request_stop(self) -> None:
-        """Have all workers stop, when they learn that this one wants to."""
+        """Ask all workers to stop; they learn of it at the next meeting."""
         self.asked = True
 
     def agree_to_stop(self) -> bool:
-        """Whether all workers stop now, because one of them has asked for it.
+        """Agree on whether to stop now, which one request is enough for.
 
         Collective, until all have agreed to stop.
         """
@@ -98,10 +96,12 @@ class LogCollector:
         agreement, recovery = self._everyone, self._recovery
         news = None if recovery is None else recovery.collect_news()
         name, work = agreement.origins[agreement.group.rank], self._follower.drain_steps()
-        me = msgpack.packb(
+        # fields by index: 0 records, 1 wants to stop, 2 steps until the next meeting,
+        # 3 name, 4 news of lost workers, 5 work of the last steps
+        report = msgpack.packb(
             [self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work]
         )
-        answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", me)]
+        answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", report)]
         self._meetings.meet_after_step(self._loop.steps_made + answers[0][2])
         if recovery is not None:
             recovery.hear_news([answer[4] for answer in answers])
@@ -115,6 +115,7 @@ class LogCollector:
                 names, self._log.straggler_sensor.judgement, agreement.hosts, agreement.group.rank
             )
         self._announce_stop(reason)
+        # all workers read the same answers, so they stop at the same step
         if reason is not None or any(a[1] for a in answers):
             self._stop_loops()
             for loader in self._prepared.loaders:
@@ -135,20 +136,22 @@ class LogCollector:
         self._read_letters(self.sample_queue.post(self._log.drain(), stop=self.asked))
 
     def _read_letters(self, letters: list[tuple[int, bytes]]) -> None:
-        """Take in letters on the first worker. Some may be of workers that were lost since."""
+        """Absorb letters on the first worker, also from workers that were lost since."""
         agreement = self._everyone
         for worker, letter in letters:
-            gone = [] if worker in agreement.origins else [worker]
-            names = [*agreement.origins, *gone]
+            # a letter has the records of one worker; the others repeat their state without records
+            lost = [] if worker in agreement.origins else [worker]
+            names = [*agreement.origins, *lost]
             bodies = [
                 letter if name == worker else self._known.get(name, _NOTHING) for name in names
             ]
-            reason = self._log.absorb(bodies, names, () if gone else agreement.hosts)
+            reason = self._log.absorb(bodies, names, () if lost else agreement.hosts)
             upto, bad, _ = msgpack.unpackb(letter)
             self._known[worker] = msgpack.packb([upto, bad, []])
             self._announce_stop(reason)
             if reason is not None and not self.asked:
-                self.asked = True  # all stop at the end of this epoch, which is now
+                # the stop request closes the queue, which ends this epoch for all workers
+                self.asked = True
                 assert self.sample_queue is not None
                 self.sample_queue.post(b"", stop=True)
         if letters:
@@ -161,18 +164,20 @@ class LogCollector:
             self._everyone.lockstep.leave_lockstep(self._return_to_lockstep)
 
     def pause_between_turns(self, recovery: Recovery) -> None:
-        """Pause between two turns if a worker waits to be let in, or if others are waited for.
+        """Pause between two turns if a worker waits to join, or if too few workers are left.
 
-        Once all workers pause, the new ones are let in.
+        Once all workers have paused, the new workers are admitted.
         """
         sample_queue, loop, agreement = self.sample_queue, self._loop, self._everyone
         assert sample_queue is not None
         if not sample_queue.paused:
             if not loop.apart and sample_queue.open:
-                self.leave_lockstep()  # all go on
+                self.leave_lockstep()  # the pause is over for all workers
             if recovery.has_waiting_workers or recovery.lacks_workers:
                 sample_queue.pause()
             return
+        # all workers have paused: they meet at one step, and continue with the oldest view that
+        # any of them has heard of
         agreement.lockstep.resume_lockstep()
         recovery.note_view(
             min(self._align_steps("the middle of an epoch", recovery.orders.latest_view))
@@ -192,33 +197,33 @@ class LogCollector:
         if loop.turns.in_training_loop:
             raise UsageError(
                 "with staleness or backup_workers workers are not in lockstep inside the loop over "
-                "a training loader, so what all have to "
-                "do together (run.mean, gather, barrier, save, an evaluation) can't be done there: "
-                "do it between epochs"
+                "a training loader, so collective calls (run.mean, gather, barrier, save, an "
+                "evaluation) can't be made there: make them between epochs"
             )
         agreement.lockstep.resume_lockstep()
         self._prepared.epochs.end_left()
         self._align_steps("the end of an epoch")
         loop.abilities.converge()
 
-    def _align_steps(self, where: str, mine: int = 0) -> list[int]:
-        """Bring all workers to the step of the worker that is ahead.
+    def _align_steps(self, meeting: str, value: int = 0) -> list[int]:
+        """Bring all workers to the step of the worker that is ahead. Collective.
 
-        Returns the value `mine` of each worker. Collective.
+        Returns the `value` of each worker.
         """
         loop = self._loop
         self._post_letter()
         answers = self._everyone.meet(
-            where, msgpack.packb([loop.steps_made, self._log.ended_steps, mine])
+            meeting, msgpack.packb([loop.steps_made, self._log.ended_steps, value])
         )
         assert self.sample_queue is not None
+        # every worker has posted its last letter before the meeting; an empty one fetches them
         self._read_letters(self.sample_queue.post(b""))
-        steps, numbers, theirs = zip(*map(msgpack.unpackb, answers), strict=True)
+        steps, ended_steps, values = zip(*map(msgpack.unpackb, answers), strict=True)
         loop.come_together(max(steps))
-        self._log.begin_at_step(max(numbers))
+        self._log.begin_at_step(max(ended_steps))
         self._known.clear()
         self._meetings.meet_after_step(max(steps) + 1)
-        return list(theirs)
+        return list(values)
 
 
 _NOTHING = msgpack.packb([0, None, []])

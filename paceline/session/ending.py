@@ -49,15 +49,15 @@ class RunConclusion:
     links: LinkWatch
 
     def collect_progress(self) -> dict[str, Any]:
-        """Fields of the summary that are known during the run; `live` says where the run is.
+        """Collect the fields of the summary that exist during the run; `live` has its progress.
 
-        Only the worker that writes may call this.
+        Only the worker that writes the log may call this.
         """
-        totals, book = self.log.compute_totals(work=False), self.log.writer
-        assert totals is not None and book is not None, "the first worker keeps the book"
+        totals, writer = self.log.compute_totals(work=False), self.log.writer
+        assert totals is not None and writer is not None, "only the first worker writes the log"
         cluster, everyone = self.view.cluster, self.axes.everyone
         fields = {name: value for name, value in vars(totals).items() if name != "rank_work"}
-        late, latest = None, book.latest
+        late, latest = None, writer.latest
         # ranks of an earlier view may belong to other workers now
         if latest is not None and latest.workers == everyone.origins:
             straggler = latest.late
@@ -93,7 +93,7 @@ class RunConclusion:
                     {"host": host.name, "ranks": list(host.ranks)} for host in cluster.hosts
                 ],
                 "origins": list(everyone.origins),
-                "recent": book.recent,
+                "recent": writer.recent,
                 "late": late,
                 "link": self.links.status_remark,
             },
@@ -110,6 +110,7 @@ class RunConclusion:
             self.abilities.reports,
         )
         facts, served = (tables.facts(), tables.served()) if self.view.is_first else ([], [])
+        # parameter servers come before table servers
         if self.view.is_first and reports is not None and remote is not None and remote.attached:
             facts, served = [*reports.facts(), *facts], [*reports.served(), *served]
         outcome = RunOutcome(
@@ -141,7 +142,7 @@ class RunConclusion:
 class RunEnding:
     """Ends a run, once.
 
-    `conclusion` is written if the run ends well. `world` is torch's default group, if there is one.
+    `conclusion` is written if the run ends well. `world` is torch's default group, if any.
     """
 
     def __init__(
@@ -189,6 +190,7 @@ class RunEnding:
             return
         self.closed = True
         self._hints.end_watching()
+        # these steps are collective: if one fails, the others can't be waited for any more
         try:
             self._prepared.epochs.finish()
             self._prepared.cuts.level_ties()
@@ -213,9 +215,9 @@ class RunEnding:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether this process has nothing to end.
+        """Whether this process has no run to end.
 
-        A process that the script has forked has nothing to end: the run belongs to the worker.
+        A process that the script forked has none: the run belongs to the worker.
         """
         return self.closed or os.getpid() != self._process
 
@@ -236,6 +238,7 @@ class RunEnding:
 
     def _leave_alone(self, kind: type[BaseException], error: BaseException | None) -> None:
         axes = self._conclusion.axes
+        # complete the message of the error before it is reported anywhere
         self._context.agreement.add_whereabouts(error, axes.everyone if axes.cut_axes else None)
         if self._world is not None:
             self._world.explain_error(error)
@@ -247,7 +250,7 @@ class RunEnding:
         self._close_trackers(failed=True)
 
     def _close_trackers(self, *, failed: bool) -> None:
-        """Close trackers, once they have taken in the rest of the run."""
+        """Close trackers after they have received the rest of the run."""
         if self._log.feed is not None:
             self._log.feed.close_trackers(failed=failed)
 
@@ -259,6 +262,7 @@ class RunEnding:
         self._watch.end_watching()
         self._loop.backward.unwatch()
         self._loop.release_objects()
+        # after a failure groups are aborted first, as nothing may wait for other workers below
         groups = [*self._context.extra_groups, self._context.group]
         for group in groups if failed else ():
             group.abort()

@@ -25,6 +25,7 @@ def replace_gloo() -> None:
     """
     register()
     torch_distributed = dist.distributed_c10d
+    # private in torch: if the helper is renamed, this assignment fails at once
     make, barrier = torch_distributed._new_process_group_helper, torch_distributed.monitored_barrier
 
     def make_ours(
@@ -35,9 +36,10 @@ def replace_gloo() -> None:
         *args: Any,
         **options: Any,
     ) -> Any:
-        asked = str(backend).lower()
-        ours = asked in ("gloo", "cpu:gloo") or (
-            asked in ("undefined", "none", "cpu:gloo,cuda:nccl") and not torch.cuda.is_available()
+        backend_name = str(backend).lower()
+        ours = backend_name in ("gloo", "cpu:gloo") or (
+            backend_name in ("undefined", "none", "cpu:gloo,cuda:nccl")
+            and not torch.cuda.is_available()
         )
         chosen = dist.Backend(NAME) if ours else backend
         return make(group_size, group_rank, global_ranks, chosen, *args, **options)
@@ -45,8 +47,8 @@ def replace_gloo() -> None:
     def wait_for_all(
         group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Wait as torch does, which asks for Gloo by its name."""
-        # not in children that use no groups
+        """Wait for all ranks; torch's own function accepts only groups of Gloo."""
+        # imported late: children that use no groups shouldn't pay for it
         from paceline.comm.backend.process_group import GroupBackend
 
         waiting = dist.group.WORLD if group is None else group
@@ -61,21 +63,22 @@ def replace_gloo() -> None:
 
 
 def _replace_in_children() -> None:
-    """Make processes that multiprocessing spawns replace Gloo, too, before they read the script.
+    """Make spawned processes of multiprocessing replace Gloo, too, before they read the script.
 
-    multiprocessing sends them a dict first. They unpickle all of it, and use the keys they know.
+    multiprocessing first sends them a dict. They unpickle all of it, and ignore unknown keys.
     """
     prepare = spawn.get_preparation_data
     spawn.get_preparation_data = lambda name: {**prepare(name), NAME: _PickledReplacement()}
 
 
 class _PickledReplacement:
-    """What replaces Gloo where it is unpickled."""
+    """Replaces Gloo in the process that unpickles it."""
 
     def __reduce__(self) -> Any:
-        lent = os.environ.get(SECRET)  # a descriptor, which such a child doesn't inherit
+        # a spawned child doesn't inherit the descriptor, so the secret itself is sent
+        descriptor = os.environ.get(SECRET)
         return _replace_in_child, (
-            None if lent is None else secrets.read_secret_descriptor(int(lent)),
+            None if descriptor is None else secrets.read_secret_descriptor(int(descriptor)),
         )
 
 
@@ -93,7 +96,7 @@ def set_torch_variables() -> None:
     try:
         place = discover_place()
     except PlaceError:
-        return  # the script may know by itself who it is
+        return  # the script may set its rank and size itself
     if place.launcher in ("alone", "paceline", "torchrun"):
         return
     host, port = place.meeting or ("127.0.0.1", 0)

@@ -1,4 +1,4 @@
-"""Runs models of any layout without training; all workers of a replica get the whole output.
+"""Runs models of any layout without gradients, and gathers the output on all their workers.
 
               tensor 0          tensor 1
 data 0        output a          output a        the same samples, parts of each layer: the parts
@@ -27,8 +27,7 @@ from paceline.workers.axes import RunAxes
 class ModelInference:
     """Runs the models of a run.
 
-    Whether workers along `tensor` have the same inputs is looked at in the first calls, and now and
-    then.
+    The first calls, and a few later ones, check that workers along `tensor` have the same inputs.
     """
 
     def __init__(self, axes: RunAxes, cuts: ModelCuts, device: torch.device) -> None:
@@ -36,7 +35,7 @@ class ModelInference:
         self._calls = 0
 
     def run_forward(self, model: nn.Module, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """Run a model without gradients, and return all of its output.
+        """Run a model without gradients, and gather its whole output.
 
         Collective along the axes by which the model is cut.
         """
@@ -48,6 +47,7 @@ class ModelInference:
         self._calls += 1
         if self._calls == 1:
             self._cuts.check_used()
+        # the check is collective, so the number of the call decides, which is equal on all workers
         group = self._axes.groups.group_along("stage", "tensor")
         if group.size > 1 and (self._calls <= EARLY or self._calls % OFTEN == 0):
             hint = "give both the same, as each of them has a part of the model"

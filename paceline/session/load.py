@@ -35,9 +35,9 @@ from paceline.prepare.stored import StoredModel
 from paceline.session.run import Run, parts_of_run
 from paceline.session.start import start
 
-# in a run's folder: the program that has trained its model, and what that makes one of
+# file in a run's folder: the program that trained its model, and the fields to build the model
 DESCRIPTION: Final = "model.json"
-# each has `maker(fields)` and `cuts(axes)`; nothing else that a file names is imported
+# the only modules that a description can have imported
 PROGRAMS: Final = {"gpt": "paceline.apps.gpt"}
 
 M = TypeVar("M", bound=nn.Module)
@@ -46,10 +46,10 @@ M = TypeVar("M", bound=nn.Module)
 class LoadedModel(Generic[M]):
     """A model with the weights of a run.
 
-    Called with inputs it returns all of what the model gives, on every worker.
+    A call with inputs gives the whole output of the model on every worker.
 
-    `run` has begun with it, and ends with `close` or at the end of a `with` block. `model` is as
-    `run.prepare` leaves it, in eval mode.
+    `run` ends with `close` or at the end of a `with` block. `model` is prepared by `run.prepare`,
+    and in eval mode.
     """
 
     def __init__(self, run: Run, model: M) -> None:
@@ -60,7 +60,7 @@ class LoadedModel(Generic[M]):
         return self.run.forward(self.model, *inputs, **options)
 
     def close(self) -> None:
-        """Leave together with all workers. Twice is harmless."""
+        """Leave together with all workers. A second call does nothing."""
         self.run.close()
 
     def __enter__(self) -> Self:
@@ -76,7 +76,7 @@ class LoadedModel(Generic[M]):
 
 
 class LoadKeywords(TypedDict, total=False):
-    """The options of `load`, as its overloads take them."""
+    """Options of `load`, for its overloads."""
 
     mesh: str | None
     cut: WantedCuts | None
@@ -126,39 +126,40 @@ def load(
     Raises:
         UsageError: There is no usable checkpoint, or it belongs to another model.
     """
-    where = Path(folder)
-    if not where.is_dir():
+    source = Path(folder)
+    if not source.is_dir():
         raise UsageError(
-            f"there is no folder {where}; give that of a run, such as runs/NAME, "
+            f"there is no folder {source}; give that of a run, such as runs/NAME, "
             "or of one of its checkpoints"
         )
-    program = _read_program(where) if model is None else None
+    program = _read_program(source) if model is None else None
     make = model if program is None else program.make
     if make is None or not callable(make):
         raise UsageError(
             f"load got the model {model!r}; give an nn.Module, or a function that makes one"
         )
-    # the launcher's janitor looks for these, too
-    kind = get_answer_prefix(copy_environment().get("PACELINE_JOB", ""))
-    temporary = Path(tempfile.gettempdir()) / f"{kind}{secrets.token_hex(8)}"
+    # the launcher's janitor deletes folders with this prefix if the job is killed
+    prefix = get_answer_prefix(copy_environment().get("PACELINE_JOB", ""))
+    temporary = Path(tempfile.gettempdir()) / f"{prefix}{secrets.token_hex(8)}"
     run = start(mesh=mesh, folder=str(temporary), device=device, trace="off", compare=None)
-    # of this start, or of one before it of the same job
-    if run.is_first and run.folder.path.parent.name.startswith(kind):
+    # after a restart the run is in the folder of an earlier start of the same job
+    if run.is_first and run.folder.path.parent.name.startswith(prefix):
         parts_of_run(run).ending.on_close(
             lambda: shutil.rmtree(run.folder.path.parent, ignore_errors=True)
         )
     try:
         cuts = program.cuts(run.mesh.cut_axes) if cut is None and program is not None else cut
-        ready = run.prepare(_build_model(make), init=StoredModel(where, part, best), cut=cuts)
+        ready = run.prepare(_build_model(make), init=StoredModel(source, part, best), cut=cuts)
         ready.eval()
-    except BaseException as error:  # the script has no run yet to leave by
+    # the script has no run yet that could end after the error
+    except BaseException as error:
         parts_of_run(run).ending.end_after_error(type(error), error)
         raise
     return LoadedModel(run, ready)
 
 
 def describe_model(program: str, fields: Mapping[str, Any]) -> str:
-    """Write what `DESCRIPTION` has for a model of one of our programs."""
+    """Describe a model of one of our programs, as the text of the file `DESCRIPTION`."""
     return json.dumps({"program": program, "fields": dict(fields)}, indent=2) + "\n"
 
 
@@ -170,21 +171,22 @@ class _KnownProgram(NamedTuple):
 
 
 def _read_program(folder: Path) -> _KnownProgram:
-    """Find which of our programs has trained the model of a run.
+    """Find the program of paceline that trained the model of a run.
 
-    Raises `UsageError` for a run of another script.
+    Raises `UsageError` if a script of the user trained it.
     """
-    places = [place / DESCRIPTION for place in (folder, folder.parent, folder.parent.parent)]
-    path = next((place for place in places if place.is_file()), None)
+    # `folder` may be the run's, its checkpoints, or one checkpoint
+    candidates = [each / DESCRIPTION for each in (folder, folder.parent, folder.parent.parent)]
+    path = next((candidate for candidate in candidates if candidate.is_file()), None)
     if path is None:
         raise UsageError(
             f"{folder} doesn't say which model it has: give load(folder, model), the model or a "
             "function that makes it"
         )
     try:
-        found = json.loads(disk.read_file(path, 1 << 16))
-        module: Any = importlib.import_module(PROGRAMS[found["program"]])
-        return _KnownProgram(module.make_builder(found["fields"]), module.make_cuts)
+        description = json.loads(disk.read_file(path, 1 << 16))
+        module: Any = importlib.import_module(PROGRAMS[description["program"]])
+        return _KnownProgram(module.make_builder(description["fields"]), module.make_cuts)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UsageError(
             f"{path} is not what a program of this paceline writes; give load(folder, model)"
@@ -195,10 +197,10 @@ def _build_model(make: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if isinstance(make, nn.Module):
         return make
     with meta():
-        made = make()
-    if not isinstance(made, nn.Module):
+        model = make()
+    if not isinstance(model, nn.Module):
         raise UsageError(
-            f"load got a function that makes a {type(made).__qualname__}; "
+            f"load got a function that makes a {type(model).__qualname__}; "
             "give one that makes the model"
         )
-    return made
+    return model

@@ -1,6 +1,6 @@
-"""Names of options: an unknown one is refused with a suggestion.
+"""Refuses unknown options, and suggests the right one.
 
-Names that other libraries use for the same thing are known, too.
+Names that other libraries use for the same option lead to ours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.formatting import format_choices
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# what Lightning, Fabric, Accelerate, DeepSpeed and torch call it: how it is called here
+# our name: the names in Lightning, Fabric, Accelerate, DeepSpeed and torch
 _OTHERS: Final = {
     "sync": ("strategy", "algorithm", "backend"),
     "device": ("accelerator", "device_type"),
@@ -55,11 +55,12 @@ _OTHERS: Final = {
 
 
 def check_names(where: str, given: Iterable[str], names: Iterable[str]) -> None:
-    """Raise `UsageError` for a name that is none of `names`."""
+    """Raise `UsageError` if a given name is not among `names`."""
     possible = list(names)
     for name in given:
         if name not in possible:
             meant = next((ours for ours, others in _OTHERS.items() if name in others), None)
+            # some suggestions are not options of any function, but a command or another call
             fits = meant is not None and (meant in possible or not meant.isidentifier())
             raise UsageError(
                 f"{where} has no option {name}; "
@@ -68,7 +69,7 @@ def check_names(where: str, given: Iterable[str], names: Iterable[str]) -> None:
 
 
 def refuse_unknown_options(function: Callable[P, T]) -> Callable[P, T]:
-    """Refuse options that this function doesn't have. A decorator."""
+    """Decorate a function to refuse options that it doesn't have."""
     names = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

@@ -23,7 +23,7 @@ from paceline.sync.base import Strategy
 class RecordOpener:
     """Opens the folder, the trackers and the log of a run on one worker.
 
-    `folder` is the folder in which the script wants the folders of its runs.
+    `folder` is the folder for all runs of the script.
     """
 
     def __init__(
@@ -49,27 +49,28 @@ class RecordOpener:
     def open_records(self, history: RunHistory, adds: bool) -> tuple[RunFolder, MetricsLog]:
         """Open the folder, the trackers and the log.
 
-        `adds` says whether each worker has samples of its own in a step.
+        `adds`: whether each worker has samples of its own in a step.
         """
         folder, worker = self._open_folder(), self._worker
         self._continue_history(history)
         feed = self._begin_trackers(folder, history)
-        # for launchers that start others for it
+        # the launcher passes these on to workers that it starts later
         events.report_run_folder(
             worker.place, str(folder.path.absolute()), history.seed, history.began
         )
         if worker.page is not None:
             worker.page.write_run_folder(folder.path)
-        book = self._make_writer(folder, feed, adds=adds)
-        if book is not None and not book.stands_by:
+        # a writer that stands by begins to write only when it takes over
+        writer = self._make_writer(folder, feed, adds=adds)
+        if writer is not None and not writer.stands_by:
             events.report_writer(worker.place, str(folder.path.absolute()))
         mesh, accounts = self._axes.mesh if self._axes.cut_axes else None, self._axes.slice.accounts
         return folder, MetricsLog(
-            book, on_nan=self._on_nan, say=history.announce_event, accounts=accounts, mesh=mesh
+            writer, on_nan=self._on_nan, say=history.announce_event, accounts=accounts, mesh=mesh
         )
 
     def _open_folder(self) -> RunFolder:
-        """Open the folder of the run that this worker joins or its job resumes, or make a new one.
+        """Open the folder of a run that is joined or resumed, or create one.
 
         Collective.
         """
@@ -78,8 +79,8 @@ class RecordOpener:
         if place.run is not None:
             return RunFolder(Path(place.run[0]))
         if start is not None and start.folder is not None:
-            if place.rank == 0:  # other hosts need not have it
-                # that of `pl.load` goes when a start fails
+            # other hosts need not have the folder; `pl.load` deletes its own if a start fails
+            if place.rank == 0:
                 Path(start.folder).mkdir(parents=True, exist_ok=True)
             return RunFolder.reopen_folder(Path(start.folder), name)
         return RunFolder.create_together(
@@ -87,19 +88,21 @@ class RecordOpener:
         )
 
     def _continue_history(self, history: RunHistory) -> None:
-        """Begin the history with the first start of the job, and say why earlier starts ended."""
+        """Begin the history with the first start of the job, and note why earlier starts ended."""
         start = self._worker.place.job_start
         if start is not None and start.events:
             began = history.began if start.folder is None else start.began
-            told = [{"time": max(when - began, 0.0), "what": what} for when, what in start.events]
+            earlier = [
+                {"time": max(when - began, 0.0), "what": what} for when, what in start.events
+            ]
             history.adopt_facts(
-                {**history.collect_facts(), "events": told + history.events, "began": began}
+                {**history.collect_facts(), "events": earlier + history.events, "began": began}
             )
 
     def _begin_trackers(self, folder: RunFolder, history: RunHistory) -> TrackerFeed:
-        """Begin in all trackers on the first worker, and tell all when the run began there.
+        """Begin the run in all trackers of the first worker, and agree on its beginning.
 
-        Collective, but for one that joins.
+        Collective, except on a worker that joins later.
         """
         worker, start, mesh = self._worker, self._worker.place.job_start, self._axes.mesh
         settings: dict[str, Setting] = {
@@ -116,7 +119,7 @@ class RecordOpener:
             worker.say,
             settings=settings,
             again=start is not None and start.folder is not None,
-            # the last start ended without a word
+            # trackers have heard of all earlier ends but the last
             events_told=0 if start is None else max(len(start.events) - 1, 0),
             timings=worker.place.timings.trackers,
         )
@@ -142,7 +145,7 @@ class RecordOpener:
     ) -> MetricsWriter | None:
         """Make the writer of metrics on the first worker.
 
-        If the run survives losses all workers have one, as another worker may have to take over.
+        If the run survives losses, all workers have one, as any may have to take over.
         """
         place = self._worker.place
         if place.rank == 0 and not place.joining:

@@ -1,7 +1,7 @@
 """Registers the backend `paceline` and the rendezvous `paceline://` with torch.distributed.
 
-`import torch` calls `register` wherever paceline is installed (the entry point of `torch.backends`
-in pyproject.toml). So this module imports nothing before it is needed.
+`import torch` calls `register` if paceline is installed, through the entry point `torch.backends`
+in pyproject.toml. So this module imports torch and paceline inside of its functions.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ NAME = "paceline"
 
 
 def register() -> None:
-    """Make torch.distributed know the backend; calling it twice is harmless."""
+    """Register the backend and the rendezvous. A second call does nothing."""
     from torch import distributed as dist
 
+    # `_plugins` is private in torch: without it, a second registration would fail
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         from torch.distributed.rendezvous import register_rendezvous_handler
 
@@ -31,14 +32,14 @@ def _create_backend(options: Any, chosen: Any = None) -> Any:
 
 
 def _meet_workers(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """Give torch the store of this job, and the rank and size that its launcher says."""
+    """Give torch the store of this job, with the rank and size from its launcher."""
     from paceline.cluster.discover import discover_place
     from paceline.cluster.store import connect_store
     from paceline.errors import UsageError
 
     if url != f"{NAME}://":
         raise UsageError(
-            f"init_method is {url!r}, where the launcher says who is who: "
+            f"init_method is {url!r}, but rank and size come from the launcher: "
             f"give '{NAME}://' alone, without rank and world_size"
         )
     place = discover_place()

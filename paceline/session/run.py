@@ -1,4 +1,4 @@
-"""The run, which a script works with from start to end."""
+"""The `Run`, which a script uses from start to end."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Run:
     ...             optimizer.step()
     ...             optimizer.zero_grad()
 
-    `rank`, `size`, `local_rank`, `host` (name), `device`, `group` (of all workers), `steps` (taken
-    so far), `seed` (shared by all workers), `is_first` (of all workers) and `weight` (of my present
-    batch) say where this worker is. `results`: what the first adds to the summary.
+    `rank`, `size`, `local_rank`, `host`, `device`, `group`, `is_first` and `mesh` place this worker
+    among all workers. `steps` counts the steps taken, and `weight` belongs to the present batch.
+    All workers share `seed`. The first worker adds `results` to the summary.
     """
 
     def __init__(self, parts: RunParts) -> None:
@@ -348,7 +348,7 @@ class Run:
             return
         while self._progress.epoch < count:
             joined = self._survival is not None and self._survival.take_joined_flag()
-            # a worker that has joined did so in the middle of an epoch
+            # the vote is taken between epochs, and a worker that has just joined is inside one
             if not joined and self._collector.agree_to_stop():
                 return
             self._progress.begin_epoch()
@@ -361,7 +361,7 @@ class Run:
             self._hints.end_watching()
 
     def forward(self, model: nn.Module, *inputs: Any, **options: Any) -> Any:
-        """Run a model without gradients, and return its whole output even if it is cut.
+        """Run a model without gradients, and gather its whole output even if it is cut.
 
         >>> logits = run.forward(model, x)
 
@@ -506,7 +506,7 @@ class Run:
             self._hints.hint_at_missing_turns()
         if not self._loop.transaction.failed:
             check_logged(values, self._prepared.metrics)
-            # that of a ghost is 0, too: ignored
+            # the log ignores values of weight 0, such as those of a worker without samples
             weight = self.weight if self._axes.counts_samples else 0.0
             self._log.add_values(self.steps + (self._loop.leading_turn is not None), values, weight)
 
@@ -523,7 +523,7 @@ class Run:
     @overload
     def mean(self, x: float, weight: float | None = None) -> float: ...
     def mean(self, x: Tensor | float, weight: float | None = None) -> Tensor | float:
-        """Return the weighted mean of `x` over workers. Collective.
+        """Average `x` over workers by weight. Collective.
 
         >>> accuracy = run.mean((model(x).argmax(1) == y).double().mean())
 
@@ -567,7 +567,7 @@ class Run:
         )
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the rows (dim 0) of all workers. Collective.
+        """Gather the rows (dim 0) of all workers. Collective.
 
         >>> answers = run.gather(model(x).argmax(1))
 
@@ -576,13 +576,13 @@ class Run:
         """
         turn = self._loop.turn
         ghost = turn is not None and turn.ghost
-        nothing = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
+        no_rows = (x.detach().reshape(1) if x.dim() == 0 else x.detach())[:0]
         order = None if turn is None else turn.rows
         return self._loop.gather_once(
             lambda: collectives.gather_rows(
                 self._agreement, self._context.group, x, ghost=ghost, order=order
             ),
-            nothing,
+            no_rows,
         )
 
     def barrier(self) -> None:
@@ -601,6 +601,7 @@ class Run:
 
         Use it for downloads, for example.
         """
+        # the others wait in the same meeting until the first has left its block
         if self.local_rank == 0:
             yield
             self._axes.everyone.meet("run.first")
@@ -656,7 +657,8 @@ class Run:
         """
         step = self.steps + (self._loop.leading_turn is not None)
         folder, measured = self.folder.checkpoints, parse_metric(metric, best)
-        if self._loop.transaction.failed:  # this turn is dealt again, and saves then
+        # a failed turn is dealt again, and the script saves in that second try
+        if self._loop.transaction.failed:
             return next(iter(catalogue.list_newest(folder)), folder)
         self._resumption.flush_log()
         return self._saving.save(SaveRequest(folder, step, keep, background, measured))
@@ -709,5 +711,5 @@ class Run:
 
 
 def parts_of_run(run: Run) -> RunParts:
-    """Parts of a run, for modules of paceline. Scripts must not use them."""
+    """Parts of a run, for modules of paceline only."""
     return run._parts

@@ -1,6 +1,6 @@
-"""The parts of a run: what `session.assemble` builds, and what a `Run` is made of.
+"""Lists the parts of a `Run`, which `session.assemble` builds.
 
-Nothing of it is for scripts.
+Scripts don't use them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.workers.groups import CurrentView
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The parts of a run, as `session.assemble` has built them."""
+    """Parts of one run."""
 
     view: CurrentView
     axes: RunAxes
@@ -48,5 +48,5 @@ class RunParts:
     collector: LogCollector
     resumption: RunResumption
     comparer: ReplicaComparer
-    survival: Survival | None  # where the run goes on when workers are lost
+    survival: Survival | None  # only if the run continues when workers are lost
     ending: RunEnding

@@ -22,27 +22,27 @@ from paceline.comm.native.torch_group import TorchGroup
 from paceline.errors import DeadlineExceeded, PlaceError, WorkerLost
 from paceline.workers.groups import WorkerContext, make_group_of_all
 
-if TYPE_CHECKING:  # torch's stubs know these names only where they come from
+if TYPE_CHECKING:  # torch's stubs have these names only in the module that defines them
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 else:
     from torch.distributed import PrefixStore, TCPStore
 
 NAME = "paceline"
 
-
-LAZY = object()  # asks for a group whose ranks don't wait for each other when it is made
+LAZY = object()  # option for a group whose ranks don't wait for each other when it is made
 
 
 def create_process_group(options: Any, chosen: Any = None) -> GroupBackend:
-    """Make the process group that torch.distributed asks for, of all ranks or of some of them.
+    """Create a process group of all ranks or of some of them, as torch.distributed calls for it.
 
-    `chosen`: its options, None or `LAZY`.
+    `chosen`: options of the group, None or `LAZY`.
     """
     rank, size, seconds = options.group_rank, options.group_size, options.timeout.total_seconds()
     place = replace(_find_place(options.store), rank=rank, size=size, host_rank=None)
     store = Store(options.store, place.secret, path=NAME, deadline=seconds)
     store_client.limit_answer_time(options.store, seconds)
 
+    # called by the first collective of the group: torch makes groups that are never used
     def meet() -> GroupMembers:
         try:
             cluster = discover_hosts(store, place)
@@ -64,10 +64,10 @@ def create_process_group(options: Any, chosen: Any = None) -> GroupBackend:
         worker = WorkerContext(
             place, store, cluster, torch.device("cpu"), seconds, _make_announcer(rank), names=names
         )
-        # the workers of this host, of which the group may have some
-        beside = max(place.local_size, len(cluster.host_of(rank).ranks))
+        # cores are divided among all workers of this host, also those outside of the group
+        workers_here = max(place.local_size, len(cluster.host_of(rank).ranks))
         return GroupMembers(
-            make_group_of_all(worker), worker.cluster.host_names(), count_cores() / beside
+            make_group_of_all(worker), worker.cluster.host_names(), count_cores() / workers_here
         )
 
     names = tuple(options.global_ranks_in_group) or tuple(range(size))
@@ -83,12 +83,13 @@ def create_process_group(options: Any, chosen: Any = None) -> GroupBackend:
 def _make_pairs(
     place: Place, store: Store, names: tuple[int, ...], seconds: float, *, lazy: bool
 ) -> Any:
-    """Make what carries messages between two ranks.
+    """Connect pairs of ranks, for messages from one rank to another.
 
-    Connected here, as a message must not wait for what its receiver does before.
+    Pairs connect when the group is made: a message must not wait until its receiver is ready.
     """
-    here = [f"here/{name}" for name in names]
-    store.put(here[place.rank], True)
+    # each rank leaves a mark, so that an error can name the ranks that didn't come
+    arrival_keys = [f"here/{name}" for name in names]
+    store.put(arrival_keys[place.rank], True)
     try:
         return sockets.connect_gloo_unwatched(
             find_own_address(place),
@@ -100,7 +101,7 @@ def _make_pairs(
         )
     except RuntimeError as error:
         absent = tuple(
-            name for name, key in zip(names, here, strict=True) if not store.has_keys([key])
+            name for name, key in zip(names, arrival_keys, strict=True) if not store.has_keys([key])
         )
         if not absent:
             raise WorkerLost(
@@ -118,7 +119,7 @@ def _make_pairs(
 
 
 def _find_place(store: Any) -> Place:
-    """Place of this process: its launcher's, or that of `store` for a script's own rank."""
+    """Place of this process by its launcher; without one, a place that meets at `store`."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     meeting = (store.host, store.port) if isinstance(store, TCPStore) else None
@@ -149,7 +150,7 @@ def make_default_group(worker_context: WorkerContext, group: Group) -> DefaultPr
     )
     backend = NAME if worker_context.device.type == "cpu" else on_gpu
     store, deadline = worker_context.store.open_substore("default").torch, worker_context.deadline
-    found = DefaultProcessGroup(
+    default = DefaultProcessGroup(
         store,
         place.rank,
         place.size,
@@ -158,6 +159,6 @@ def make_default_group(worker_context: WorkerContext, group: Group) -> DefaultPr
         backend=backend,
         options=LAZY if backend == NAME else None,
     )
-    if found.why:
-        worker_context.say(found.why)
-    return found
+    if default.why:
+        worker_context.say(default.why)
+    return default

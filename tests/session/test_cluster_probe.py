@@ -173,7 +173,6 @@ def test_runs_that_survive_losses_measure_nothing(job: Jobs) -> None:
     ended = job.run(
         'with pl.start(folder="runs") as run:\n    pl.probe(run)\n', 2, "--min-workers", "1"
     ).end()
-    assert (
-        ended.code != 0
-        and "--min-workers lets some go: leave it out where you measure" in ended.err
-    ), ended.err
+    assert ended.code != 0 and "--min-workers lets some go: leave it out to measure" in ended.err, (
+        ended.err
+    )
