@@ -75,7 +75,7 @@ def test_workers_killed_in_every_place(
 
 
 TOLD = (
-    "run.is_first and (out / 'c').write_text(f'{len(run._prepared.tables._library.wires.callers)} "
+    "run.is_first and (out / 'c').write_text(f'{len(run._prepared.tables._servers.connections.callers)} "
     "{len(run.events)}')"
 )
 
