@@ -75,8 +75,8 @@ def test_workers_killed_in_every_place(
 
 
 TOLD = (
-    "run.is_first and (out / 'c').write_text(f'{len(run._prepared.tables._servers.connections.callers)} "
-    "{len(run.events)}')"
+    "callers = run._prepared.tables._servers.connections.callers\n"
+    "run.is_first and (out / 'c').write_text(f'{len(callers)} {len(run.events)}')"
 )
 
 
