@@ -75,7 +75,7 @@ def test_workers_killed_in_every_place(
 
 
 TOLD = (
-    "callers = run._prepared.tables._servers.connections.callers\n"
+    "callers = run._prepared.tables._servers.connections.callers; "
     "run.is_first and (out / 'c').write_text(f'{len(callers)} {len(run.events)}')"
 )
 
