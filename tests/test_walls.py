@@ -21,19 +21,19 @@ FILES_IN_FOLDER, CLASS_LINES, CLASS_METHODS = 20, 250, 25  # lines of code
 
 CIRCLES: dict[str, set[str]] = {}  # why these modules import each other: the modules
 LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
-    "CheckpointSaver": "TODO",
+    "CheckpointSaver": "saves at once, in the background and in parts, and counts all of it",
     "Cluster": "has a method for each thing of a lab that can be changed",
     "CompressedExchange": "has a route for each kind of codec",
-    "ControlSegment": "TODO",
+    "ControlSegment": "everything that the ranks of a host share beside data",
     "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
-    "ModelCuts": "TODO",
-    "PipelinedModel": "TODO",
+    "ModelCuts": "keeps what became of each parameter of all cut models",
+    "PipelinedModel": "a module, a schedule and their state in one",
     "Prepared": "has a list for each kind of object of a script",
     "Recovery": "follows a loss from its first sign to the next step",
     "Run": "has every public method",
     "Supervisor": "starts workers, watches them and ends them",
-    "TableRpc": "TODO",
-    "_RunAssembly": "TODO",
+    "TableRpc": "answers each request about tables",
+    "_RunAssembly": "builds all parts of a run, in one order",
 }
 # attributes of torch's, numpy's and zmq's objects that are there to be assigned
 THEIRS = {"grad", "data", "weight", "state", "linger"}

@@ -39,6 +39,7 @@ def clip_gradients(
         raise UsageError(
             f"run.clip: norm_type={norm_type} is no norm; give a number above 0, or inf"
         )
+    # Norms by the axes along which a parameter is cut: a sum along these axes counts each part once.
     norms = {
         frozenset(kind): list[Tensor]()
         for count in range(len(axes.cut_axes) + 1)
@@ -59,7 +60,7 @@ def clip_gradients(
             )
     sums = {kind: _join_norms(mine, norm_type) for kind, mine in norms.items()}
     groups = {kind: axes.groups.group_along(*kind) for kind in sums if kind}
-    # all travel at once
+    # All gathers travel at once.
     gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]
     parts = (
         axes.slice.agreement.wait_for_some(

@@ -147,7 +147,10 @@ class ModelCuts:
             refuse_optimizer_state(optimizer, model.parameters())
         for prefix, model in models:
             tied = list[Parameter]()
+            # Cuts follow each other, from the outermost axis inwards: each one finds the parts that
+            # the one before has left.
             for cut in cuts:
+                # Logical names are those of the uncut model, and every part keeps its own.
                 before = dict(model.named_parameters())
                 for name, parameter in before.items():
                     self.placements.add_placement(
@@ -161,6 +164,7 @@ class ModelCuts:
                 )
                 context.make_sample, context.announce = self.sample, axes.slice.announce
                 _apply_cut(cut, model, context, len(models))
+                # Take over everything that the cut asks for later: gradients, values, clean-up.
                 self._note_replacements(
                     before, dict(model.named_parameters()), context.replacements
                 )

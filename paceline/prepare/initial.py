@@ -112,6 +112,8 @@ class InitialValues:
             load_weights(model, found[0], placements, prefix=prefix, device=self.device)
             return b""
 
+        # First all open their weights, then all compare them, then all read: a worker that can't
+        # says so before any parameter has changed.
         with contextlib.ExitStack() as files:
             digests = act_together(agreement, "weights of prepare", begin, UsageError)
             other = next(

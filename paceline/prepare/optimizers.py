@@ -95,6 +95,7 @@ class OptimizerWatch:
         `alone`: this is the only run that watches in this process; `closure`: the gradients are
         made inside of the step.
         """
+        # An id may belong to another object by now, so the reference is compared as well.
         seen = self._known.get(id(optimizer))
         if (
             seen is None
@@ -111,16 +112,19 @@ class OptimizerWatch:
             self._check_unprepared(optimizer)
         if self._prepared.context.group.size == 1:
             return  # no other worker to compare with
+        # Counted here without a call, as it is done in every step.
         if tally.training_step == loop.steps_made:
             tally.optimizer_steps += 1
         else:
             tally.add_step()
+        # Gradients that the script has set by hand are compared in the first steps, and then
+        # whenever all workers meet anyway.
         if self._counts_alike and not closure and loop.backward.watched.parameters:
             leader = loop.turns.leader
             within = (
                 leader is not None and loop.steps_made >= FIRST_STEPS and leader.turn is not None
             )
-            if not within or loop.steps_made + 1 >= self._by_hand.meetings.next_server:
+            if not within or loop.steps_made + 1 >= self._by_hand.meetings.next_step:
                 self._by_hand.check_gradients(optimizer)
 
     def _get_to_know(

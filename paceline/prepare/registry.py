@@ -85,6 +85,7 @@ class Prepared:
 
         `given` has None for each option that the call leaves out.
         """
+        # Sort the objects by kind; an object that is given twice is prepared once.
         kinds = [checks.find_kind(value) for value in objects]
         by_kind: dict[str, list[Any]] = defaultdict(list)
         for value, kind in zip(objects, kinds, strict=True):
@@ -99,6 +100,7 @@ class Prepared:
         )
         check_init(given["init"], by_kind["model"], self._find_new(by_kind["model"]))
         self.cuts.note_options(by_kind["loader"], given["batchnorm"])
+        # Models come first: whatever follows refers to the parameters that are trained.
         if by_kind["model"] or by_kind["optimizer"]:
             self._prepare_models(by_kind["model"], by_kind["optimizer"], options)
         for metric in [
@@ -117,6 +119,7 @@ class Prepared:
                 self._add_part(kind, thing)
         if any(scaler.is_enabled() for scaler in self._loop.scalers):
             self.tables.check_scaler()
+        # Loaders are replaced, all other objects stay the same.
         ready = [
             self._deal_loader(value, self._options.loader_options(value.dataset, options, given))
             if kind == "loader"
@@ -129,6 +132,7 @@ class Prepared:
     def _prepare_models(
         self, models: list[nn.Module], optimizers: list[Optimizer], options: dict[str, Any]
     ) -> None:
+        # 1. Move models to the device, and refuse whatever can't be trained here.
         fresh, cuts = self._find_new(models), self.cuts.choose_cuts(options["cut"])
         move_models(self.cuts.models_on_one_device(models, cuts), self._device)
         for model in fresh:
@@ -143,6 +147,7 @@ class Prepared:
             or self.axes.mesh.axis_size("stage") > 1
         ):
             checks.check_embeddings(new)
+        # 2. Give all workers the first one's values.
         unknown = list(
             checks.find_new_slots(
                 self.cuts.replace_slots(checks.list_slots(self.models, optimizers)), self.slots
@@ -152,13 +157,16 @@ class Prepared:
             self.axes.everyone, unknown, new, optimizers, self.context.announce
         )
         self._unowned.add_parameters(checks.find_unowned(unknown, self.models), self.state)
-        # a cut of this worker's own moves its model
+        # 3. Cut models, and let optimizers step the parts. A cut of this worker's own moves its
+        # model, so values are made in the processor's memory.
         home = self._device if all(cut.axis for cut in cuts) else torch.device("cpu")
         for source in self.cuts.apply_cuts(
             new, cuts, optimizers, InitialValues(new, options["init"], self.cuts.seed, home)
         ):
             self._backward.follow_source(source)
         self.cuts.repoint_optimizers(optimizers)
+        # 4. Note the parameters that are trained, and the optimizer of each. One that was known
+        # before may get its optimizer only now.
         slots = list(self.cuts.replace_slots(checks.list_slots(self.models, optimizers)))
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
         self.slots = [
@@ -168,6 +176,7 @@ class Prepared:
         self.slots += checks.find_new_slots(slots, self.slots)
         if optimizers:
             self.cuts.check_used()
+        # 5. BatchNorm layers compute the statistics of the global batch.
         if options["batchnorm"] == "sync" and any(
             isinstance(module, BatchNorm) for model in models for module in model.modules()
         ):
@@ -184,6 +193,7 @@ class Prepared:
                 if model not in self._synchronous
             ]
             self._synchronize_batchnorm(self._synchronous)
+        # 6. Keep the optimizers, and how many parameter groups they have: more need a check.
         for optimizer in self._find_new(optimizers):
             if self._device.type == "cuda" and optimizer.state:
                 # its state follows the parameters

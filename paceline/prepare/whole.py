@@ -45,6 +45,7 @@ class WholeParameters:
             )
         if backward.passes or backward.owing:
             self._loop.exchange_due_gradients("run.whole")
+        # Gradients are exchanged, so they can be made whole as the values are.
         graded, wait = self._loop.is_acting, self._axes.slice.agreement.wait_for_some
         wholes = wait(
             lambda: {
@@ -54,6 +55,7 @@ class WholeParameters:
             "run.whole",
         )
         yield wholes
+        # Workers must have left the same, as each takes its part of its own copy.
         wait(lambda: self._check_alike(wholes, parameters), "run.whole")
         with torch.no_grad():
             for name, parameter in parameters.items():

@@ -11,14 +11,14 @@ from paceline.record.log import MetricsLog
 
 
 class LogMeetings:
-    """The step after which workers next meet to hand over their logs (`next_server`)."""
+    """The step after which workers next meet to hand over their logs (`next_step`)."""
 
     def __init__(self) -> None:
-        self.next_server = 1
+        self.next_step = 1
 
     def meet_after_step(self, step: int) -> None:
         """Let the workers meet after this step."""
-        self.next_server = step
+        self.next_step = step
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RunRecords:
     def collect_facts(self) -> dict[str, Any]:
         """Return the facts that a joining worker needs."""
         return {
-            "flush": self.meetings.next_server,
+            "flush": self.meetings.next_step,
             "log": self.log.ended_steps,
             **self.history.collect_facts(),
         }

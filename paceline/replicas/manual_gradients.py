@@ -32,9 +32,9 @@ RELATIVE_TOLERANCE: Final = 1e-3  # relative difference that rounding may cause 
 
 
 class NextMeeting(Protocol):
-    """Schedule of meetings of all workers. After the step `next_server` they meet anyway."""
+    """Schedule of meetings of all workers. After the step `next_step` they meet anyway."""
 
-    next_server: int
+    next_step: int
 
 
 class ManualGradients:
@@ -103,7 +103,7 @@ class ManualGradients:
     def _is_due(self) -> bool:
         loop = self._loop
         if loop.leading_turn is not None:
-            return loop.steps_made < FIRST_STEPS or loop.steps_made + 1 >= self.meetings.next_server
+            return loop.steps_made < FIRST_STEPS or loop.steps_made + 1 >= self.meetings.next_step
         self._call_count += 1
         return not loop.transaction.recovers and (
             self._call_count <= FIRST_STEPS or self._call_count % CALLS_BETWEEN_CHECKS == 0

@@ -83,7 +83,7 @@ class LogCollector:
 
     def step_ended(self, step: int, *_: Any) -> None:
         """Collect logs after a step, if it is time."""
-        if step < self._meetings.next_server:
+        if step < self._meetings.next_step:
             return
         self._prepared.check_known()
         if self._loop.apart:

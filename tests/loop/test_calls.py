@@ -80,7 +80,7 @@ def steps(layers: int) -> Callable[[Run], Calls]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
         model, optimizer, loader = run.prepare(model, optimizer, batches(48, 8))
         # or workers would meet in a step that happens to come a second later
-        run._collector._meetings.next_server = 100
+        run._collector._meetings.next_step = 100
         turns = iter(loader)
         for _ in range(WARM):
             x, _ = next(turns)

@@ -176,7 +176,7 @@ def test_later_steps_are_looked_at_when_workers_meet_anyway() -> None:
             F.mse_loss(model(x), y).backward()
             if run.steps >= 3:
                 # as if a second had gone by
-                run._collector._meetings.next_server = min(run._collector._meetings.next_server, 10)
+                run._collector._meetings.next_step = min(run._collector._meetings.next_step, 10)
                 local(run, model, x, y)
             optimizer.step()
         return run.steps

@@ -780,7 +780,7 @@ def test_a_pass_in_which_a_worker_was_lost_ends_with_zeros(where: str) -> None:
         )
         run._agreement.recovery = recover
         # or workers would meet in a step that happens to come a second later
-        run._collector._meetings.next_server = 100
+        run._collector._meetings.next_step = 100
         turns = iter(loader)
         last = run.rank == 2
         for number in range(3):
