@@ -39,7 +39,7 @@ def clip_gradients(
         raise UsageError(
             f"run.clip: norm_type={norm_type} is no norm; give a number above 0, or inf"
         )
-    # Norms by the axes along which a parameter is cut: a sum along these axes counts each part once.
+    # Norms by the axes along which a parameter is cut: a sum along them counts each part once.
     norms = {
         frozenset(kind): list[Tensor]()
         for count in range(len(axes.cut_axes) + 1)

@@ -211,9 +211,9 @@ class Prepared:
     def _prepare_metric(self, metric: nn.Module) -> None:
         if self.survives:
             raise UsageError(
-                f"a {type(metric).__qualname__} would count a turn twice that is dealt again when "
-                "a worker is lost, and asks nobody else "
-                "there: with --min-workers use run.mean and run.gather, or leave out --min-workers"
+                f"a {type(metric).__qualname__} would count a turn twice that is dealt again after "
+                "a worker was lost: with --min-workers use run.mean and run.gather, or leave out "
+                "--min-workers"
             )
         self.axes.refuse_cut_axes(
             f"a {type(metric).__qualname__}",

@@ -1,15 +1,13 @@
-"""The sparse tables of a run: found in prepared models, opened on servers, and stepped with their
-optimizer.
+"""The sparse tables of a run, from the models that have them to the servers that keep them.
 
 model.parameters() -- handle of a table --> optimizer group       the group says how the table is
                                                                   stepped
 optimizer.step     -- gradients of rows --> servers               then its own step, for everything
                                                                   else in it
 
-Where workers are not in lockstep, both are made on servers, by the same workers
-(`servers.tables.steps`). Where losses are survived, both are made on all workers or on none
-(`servers.tables.steps`); a turn that is dealt again begins with the gradients that it began with at
-first.
+Out of lockstep the servers make both steps. If the run survives lost workers, both steps are made
+on all workers or on none, and a turn that is dealt again begins with the same gradients as before
+(`servers/tables/row_steps.py`).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from paceline.trace import ServerWork
 
 
 class TableView:
-    """What a module sees of its table (a `parallel.embedding.RowSource`)."""
+    """A table as its module sees it (a `RowSource`)."""
 
     def __init__(self, lookup: TableClient, backward: GradientTracker, *, frozen: bool) -> None:
         self._lookup, self._backward, self._frozen = lookup, backward, frozen
@@ -78,12 +76,12 @@ class RunTable:
         return row_optimizers.read_row_settings(self.name, self.optimizer, self.group)
 
     def take_gradient(self) -> TableGradient:
-        """Return this worker's gradient for the next step."""
-        found, spec = self.module.gradient(), self.lookup.spec
-        whole = merge_gradients(found or [], spec.dim, spec.torch_dtype)
-        if found:
-            found[:] = [whole]  # more may be added to it before zero_grad
-        return TableGradient(*whole, found is not None)
+        """Take this worker's gradient for the next step; the module keeps it until `zero_grad`."""
+        pushed, spec = self.module.gradient(), self.lookup.spec
+        merged = merge_gradients(pushed or [], spec.dim, spec.torch_dtype)
+        if pushed:
+            pushed[:] = [merged]  # more may be added to it before zero_grad
+        return TableGradient(*merged, pushed is not None)
 
 
 class RunTables:
@@ -92,8 +90,8 @@ class RunTables:
     def __init__(self, context: SyncContext, backward: GradientTracker) -> None:
         self._context, self._backward = context, backward
         self._servers: TableServers | None = None
-        self.recoverable_steps: LockstepRowSteps | None = None  # where losses are survived
-        self._unlocked_steps: PerWorkerRowSteps | None = None  # where workers are not in lockstep
+        self.recoverable_steps: LockstepRowSteps | None = None  # if losses are survived
+        self._unlocked_steps: PerWorkerRowSteps | None = None  # out of lockstep
         self.tables: list[RunTable] = []
         # the gradients that the turn under way began with
         self._turn_start_gradients: list[tuple[SparseEmbedding, Any]] = []
@@ -101,43 +99,44 @@ class RunTables:
     def find_new_tables(
         self, models: Sequence[tuple[str, nn.Module]]
     ) -> list[tuple[str, SparseEmbedding]]:
-        """Return the tables in these models that are not open yet, once each."""
-        found: dict[int, tuple[str, SparseEmbedding]] = {}
+        """Find the tables in these models that are not open yet, each once."""
+        new_tables: dict[int, tuple[str, SparseEmbedding]] = {}
         for prefix, model in models:
             for name, module in model.named_modules():
                 if isinstance(module, SparseEmbedding) and all(
-                    kept.module is not module for kept in self.tables
+                    table.module is not module for table in self.tables
                 ):
-                    found.setdefault(
+                    new_tables.setdefault(
                         id(module),
                         (prefix + name if name else prefix.rstrip(".") or "model", module),
                     )
-        return list(found.values())
+        return list(new_tables.values())
 
     def open_on_servers(
         self,
-        found: Sequence[tuple[str, SparseEmbedding]],
+        new_tables: Sequence[tuple[str, SparseEmbedding]],
         optimizers: Sequence[Optimizer],
         free: PerWorkerRowSteps | None = None,
     ) -> None:
-        """Open these tables on servers.
+        """Open these tables on servers. Collective.
 
-        Collective. Raises `UsageError` for options that can't be honoured.
+        `free`: steps the tables if workers are not in lockstep.
 
-        `free`: steps the tables where workers are not in lockstep.
+        Raises `UsageError` for options that can't be honoured.
         """
+        # Check all options first, on all workers alike: no server is started in vain.
         servers, replicas = (
-            _get_shared_option("servers", found),
-            _get_shared_option("replicas", found),
+            _get_shared_option("servers", new_tables),
+            _get_shared_option("replicas", new_tables),
         )
-        owned = [_find_owner(name, module.weight, optimizers) for name, module in found]
+        owned = [_find_owner(name, module.weight, optimizers) for name, module in new_tables]
         rules = [
             row_optimizers.describe_row_optimizer(name, *owner) if owner else None
-            for (name, _), owner in zip(found, owned, strict=True)
+            for (name, _), owner in zip(new_tables, owned, strict=True)
         ]
-        for (name, module), owner in zip(found, owned, strict=True):
+        for (name, module), owner in zip(new_tables, owned, strict=True):
             _check_table(name, module, frozen=owner is None)
-        if found and self._servers is None:
+        if new_tables and self._servers is None:
             self._start_servers(servers, replicas)
         elif self._servers is not None and not self._servers.is_waiting:
             here = {"servers": self._servers.shard_count, "replicas": self._servers.replicas}
@@ -145,9 +144,9 @@ class RunTables:
                 if wanted is not None and wanted != here[option]:
                     raise UsageError(
                         f"the tables of this run have {option}={here[option]}, and "
-                        f"{option}={wanted} asks for others"
+                        f"{option}={wanted} asks for another number: give all tables the same"
                     )
-        for (name, module), owner, how in zip(found, owned, rules, strict=True):
+        for (name, module), owner, how in zip(new_tables, owned, rules, strict=True):
             assert self._servers is not None
             rule, settings = how or ("SGD", {"lr": 0.0})
             dtype = str(module.weight.dtype).removeprefix("torch.")
@@ -158,7 +157,7 @@ class RunTables:
             )
             module.source = TableView(lookup, self._backward, frozen=owner is None)
             self.tables.append(RunTable(name, module, lookup, *(owner or (None, 0))))
-        if found and free is not None:
+        if new_tables and free is not None:
             assert self._servers is not None
             self._unlocked_steps = free
             free.open_tables(self._servers, self._get_stepped_tables, optimizers)
@@ -169,55 +168,55 @@ class RunTables:
             self.recoverable_steps = LockstepRowSteps(self._servers, self._servers.endpoints.pool)
 
     def get_handle_ids(self) -> set[int]:
-        """Return the ids of the parameters that stand for tables."""
-        return {id(kept.module.weight) for kept in self.tables}
+        """Ids of the parameters that stand for tables."""
+        return {id(table.module.weight) for table in self.tables}
 
     def steps_tables(self, optimizer: Any) -> bool:
         """Whether this optimizer steps any table."""
-        return any(kept.optimizer is optimizer for kept in self.tables)
+        return any(table.optimizer is optimizer for table in self.tables)
 
     def _get_stepped_tables(self, optimizer: Any) -> list[RunTable]:
-        """Return the tables that this optimizer steps."""
-        return [kept for kept in self.tables if kept.optimizer is optimizer]
+        """Tables that this optimizer steps."""
+        return [table for table in self.tables if table.optimizer is optimizer]
 
     def push_gradients(self, optimizer: Any) -> None:
-        """Send the servers what they need for the next step of the optimizer's tables, without
-        waiting.
+        """Send the gradients for the next step of the optimizer's tables, without waiting.
 
-        Where losses are survived it returns once all servers have that of all workers, and `make`
-        makes the step; or it raises `CallDiscarded`. Where workers are not in lockstep, everything
-        else of the step is sent with it.
+        If losses are survived, this returns when all servers have the gradients of all workers, and
+        `make_steps` makes the step; or it raises `CallDiscarded`. Out of lockstep, the rest of the
+        step is sent along.
         """
-        mine = self._get_stepped_tables(optimizer)
-        if mine and self._unlocked_steps is not None:
+        stepped = self._get_stepped_tables(optimizer)
+        if stepped and self._unlocked_steps is not None:
             self._unlocked_steps.offer_gradients(optimizer)
-        elif mine and self._servers is not None:
+        elif stepped and self._servers is not None:
             with _count_as_exchange(self._backward, "gradients of rows"):
-                found = [(kept.lookup, kept.take_gradient(), kept.settings) for kept in mine]
-                self._servers.push_gradients(
-                    found
-                ) if self.recoverable_steps is None else self.recoverable_steps.settle_gradients(
-                    found
-                )
+                gradients = [
+                    (table.lookup, table.take_gradient(), table.settings) for table in stepped
+                ]
+                if self.recoverable_steps is None:
+                    self._servers.push_gradients(gradients)
+                else:
+                    self.recoverable_steps.settle_gradients(gradients)
 
     def make_steps(self, optimizer: Any) -> None:
-        """Make the step of the optimizer's tables, which all workers have sent gradients for."""
-        mine = [kept.lookup for kept in self._get_stepped_tables(optimizer)]
-        if mine and self.recoverable_steps is not None:
+        """Make the step of the optimizer's tables: servers have the gradients of all workers."""
+        clients = [table.lookup for table in self._get_stepped_tables(optimizer)]
+        if clients and self.recoverable_steps is not None:
             with _count_as_exchange(self._backward, "steps of rows"):
-                self.recoverable_steps.make_steps(mine)
+                self.recoverable_steps.make_steps(clients)
 
     @contextlib.contextmanager
     def hide_gradients(self, optimizer: Any) -> Iterator[None]:
         """Hide the gradients of tables from the optimizer's own step."""
-        mine = [kept.module.weight for kept in self._get_stepped_tables(optimizer)]
-        grads = [weight.grad for weight in mine]
-        for weight in mine:
+        handles = [table.module.weight for table in self._get_stepped_tables(optimizer)]
+        grads = [weight.grad for weight in handles]
+        for weight in handles:
             weight.grad = None
         try:
             yield
         finally:
-            for weight, grad in zip(mine, grads, strict=True):
+            for weight, grad in zip(handles, grads, strict=True):
                 weight.grad = grad
 
     def check_clip(self, parameters: Iterable[Tensor]) -> None:
@@ -225,7 +224,7 @@ class RunTables:
         handles = self.get_handle_ids()
         for parameter in parameters:
             if id(parameter) in handles:
-                name = next(kept.name for kept in self.tables if kept.module.weight is parameter)
+                name = next(table.name for table in self.tables if table.module.weight is parameter)
                 raise UsageError(
                     f"run.clip can't see the gradients of the sparse table {name}, which go to "
                     "servers: give it the other parameters, "
@@ -233,7 +232,7 @@ class RunTables:
                 )
 
     def check_scaler(self) -> None:
-        """Raise `UsageError` where a GradScaler would judge gradients that it can't see."""
+        """Raise `UsageError` if a GradScaler would judge gradients that it can't see."""
         if self.tables:
             raise UsageError(
                 "a GradScaler can't see the gradients of sparse tables, which go to servers: "
@@ -241,50 +240,48 @@ class RunTables:
             )
 
     def combine_digest(self, digest: str) -> str:
-        """Return one digest of `digest` and of the rows in use, the same on all workers.
-
-        Collective.
-        """
+        """Combine `digest` with the rows in use, the same on all workers. Collective."""
         if not self.tables:
             return digest
         packed = self._context.agreement.tell_everyone(
             "sparse tables",
-            lambda: msgpack.packb([kept.lookup.summarize_rows()["digest"] for kept in self.tables]),
+            lambda: msgpack.packb(
+                [table.lookup.summarize_rows()["digest"] for table in self.tables]
+            ),
         )
         return hashlib.sha256(digest.encode() + packed).hexdigest()
 
-    # ---- where losses are survived
+    # ---- if losses are survived
 
     def begin_turn(self) -> None:
         """Begin a turn of training."""
         if self.recoverable_steps is not None:
             self.recoverable_steps.begin_turn()
-            self._turn_start_gradients = [(kept.module, kept.module.kept()) for kept in self.tables]
+            self._turn_start_gradients = [
+                (table.module, table.module.kept()) for table in self.tables
+            ]
 
     def commit_turn(self, *_: Any) -> None:
-        """Keep what the turn has changed.
-
-        Collective, where copies of servers are about to be made.
-        """
+        """Keep the changes of the turn. Collective if copies of servers are about to be made."""
         self._turn_start_gradients = []
         if self.recoverable_steps is not None:
             self.recoverable_steps.commit_turn()
 
     def undo_turn(self) -> None:
-        """Undo the turn: give each module back what it kept when the turn began."""
+        """Undo the turn: each module has the gradients with which the turn began."""
         if self.recoverable_steps is not None:
             self.recoverable_steps.undo_turn()
-        for module, kept in self._turn_start_gradients:
-            module.keep(kept)
+        for module, gradients in self._turn_start_gradients:
+            module.keep(gradients)
 
     def join_info(self) -> Any:
         """Facts that a joining worker needs for `regroup`, as JSON values."""
         return None if self.recoverable_steps is None else self.recoverable_steps.join_info()
 
     def regroup(self, context: SyncContext, layout: Any = None) -> None:
-        """Go on with the context's new group of workers.
+        """Go on with the context's new group of workers. Collective.
 
-        Collective. Raises `StateLost` where what a lost server kept is nowhere else.
+        Raises `StateLost` if no other server has a copy of a lost server's rows.
         """
         if self.recoverable_steps is not None:
             self.recoverable_steps.regroup(context, layout)
@@ -295,12 +292,12 @@ class RunTables:
 
     def facts(self) -> list[dict[str, Any]]:
         """Work of each server so far, for the summary. Not collective."""
-        found = self._servers
+        servers = self._servers
         return (
             []
-            if found is None
+            if servers is None
             else self._context.agreement.retry_after_losses(
-                lambda: found.connections.read_facts(self._context.deadline)
+                lambda: servers.connections.read_facts(self._context.deadline)
             )
         )
 
@@ -314,7 +311,9 @@ class RunTables:
 
     def describe_layout(self) -> str:
         """Describe the tables, all but their seeds."""
-        return " ".join(f"{kept.name} {replace(kept.lookup.spec, seed=0)}" for kept in self.tables)
+        return " ".join(
+            f"{table.name} {replace(table.lookup.spec, seed=0)}" for table in self.tables
+        )
 
     @property
     def is_waiting(self) -> bool:
@@ -322,14 +321,14 @@ class RunTables:
         return self._servers is not None and self._servers.is_waiting
 
     def discard_prefetched(self) -> None:
-        """Discard rows that were asked for ahead, as the tables have changed."""
-        for kept in self.tables:
-            kept.lookup.reset_seed(int(kept.module.seed))
+        """Discard prefetched rows, as the tables have changed."""
+        for table in self.tables:
+            table.lookup.reset_seed(int(table.module.seed))
 
     def close(self, *, failed: bool) -> None:
         """Close the servers; modules have no rows any more. `failed`: other workers may go on."""
-        for kept in self.tables:
-            kept.module.source = None
+        for table in self.tables:
+            table.module.source = None
         if self.recoverable_steps is not None:
             self.recoverable_steps.copies.close()
         if self._servers is not None:
@@ -350,40 +349,40 @@ def _count_as_exchange(backward: GradientTracker, what: str) -> Iterator[None]:
         backward.context.trace.record_span(what, "exchange", began, ended)
 
 
-def _get_shared_option(option: str, found: Sequence[tuple[str, SparseEmbedding]]) -> int | None:
-    """Return the value of an option that all tables share; None if no table asks for it.
+def _get_shared_option(option: str, tables: Sequence[tuple[str, SparseEmbedding]]) -> int | None:
+    """Value of an option that all tables share; None if no table sets it.
 
     Raises `UsageError` if they differ.
     """
-    asked = {value for _, module in found if (value := getattr(module, option)) is not None}
-    if len(asked) > 1:
+    values = {value for _, module in tables if (value := getattr(module, option)) is not None}
+    if len(values) > 1:
         raise UsageError(
-            f"all tables of a run share its servers, and tables ask for {option} {sorted(asked)}; "
+            f"all tables of a run share its servers, and tables ask for {option} {sorted(values)}; "
             "give one number"
         )
-    return max(asked, default=None)
+    return max(values, default=None)
 
 
 def _find_owner(
     name: str, weight: Parameter, optimizers: Sequence[Optimizer]
 ) -> tuple[Optimizer, int] | None:
-    """Return the optimizer and the number of the group of a table; None for a frozen table."""
-    found = [
-        (optimizer, number)
+    """Find the optimizer of a table and the index of its group; None for a frozen table."""
+    owners = [
+        (optimizer, index)
         for optimizer in optimizers
-        for number, group in enumerate(optimizer.param_groups)
+        for index, group in enumerate(optimizer.param_groups)
         if any(parameter is weight for parameter in group["params"])
     ]
     if not weight.requires_grad:
         return None
-    if len(found) != 1:
+    if len(owners) != 1:
         raise UsageError(
-            f"the sparse table {name} is in {len(found)} of the optimizers that are prepared with "
+            f"the sparse table {name} is in {len(owners)} of the optimizers that are prepared with "
             "it; give its model to run.prepare "
             "together with the one optimizer that steps it, or freeze it "
             "(weight.requires_grad_(False))"
         )
-    return found[0]
+    return owners[0]
 
 
 def _check_table(name: str, module: SparseEmbedding, *, frozen: bool) -> None:
