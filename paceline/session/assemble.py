@@ -323,7 +323,7 @@ class _RunAssembly:
         restart = () if place.job_start is None else (self.resumption.training_begins,)
         unlimited = place.most_steps is None and place.most_seconds is None
         limit = () if unlimited else (RunLimit(place, collector.request_stop).step_ended,)
-        # `paceline layout` only describes the model: it writes the layout and exits, untrained
+        # if only the layout of the model is wanted, write it before the first step, and exit
         describing = (
             ()
             if place.layout is None

@@ -97,7 +97,7 @@ class LogCollector:
         news = None if recovery is None else recovery.collect_news()
         name, work = agreement.origins[agreement.group.rank], self._follower.drain_steps()
         # fields by index: 0 records, 1 wants to stop, 2 steps until the next meeting,
-        # 3 name, 4 news of lost workers, 5 work of the last steps
+        # 3 name, 4 news for recovery, 5 work of the last steps
         report = msgpack.packb(
             [self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work]
         )
@@ -150,7 +150,7 @@ class LogCollector:
             self._known[worker] = msgpack.packb([upto, bad, []])
             self._announce_stop(reason)
             if reason is not None and not self.asked:
-                # the stop request closes the queue, which ends this epoch for all workers
+                # all workers stop at the end of this epoch, which is now
                 self.asked = True
                 assert self.sample_queue is not None
                 self.sample_queue.post(b"", stop=True)
@@ -176,8 +176,8 @@ class LogCollector:
             if recovery.has_waiting_workers or recovery.lacks_workers:
                 sample_queue.pause()
             return
-        # all workers have paused: they meet at one step, and continue with the oldest view that
-        # any of them has heard of
+        # all workers have paused: they meet at one step, and the minimum is the newest view
+        # of which all of them have heard
         agreement.lockstep.resume_lockstep()
         recovery.note_view(
             min(self._align_steps("the middle of an epoch", recovery.orders.latest_view))

@@ -110,7 +110,7 @@ class RunConclusion:
             self.abilities.reports,
         )
         facts, served = (tables.facts(), tables.served()) if self.view.is_first else ([], [])
-        # parameter servers come before table servers
+        # servers of the strategy come before servers of tables
         if self.view.is_first and reports is not None and remote is not None and remote.attached:
             facts, served = [*reports.facts(), *facts], [*reports.served(), *served]
         outcome = RunOutcome(

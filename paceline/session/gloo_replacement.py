@@ -25,7 +25,7 @@ def replace_gloo() -> None:
     """
     register()
     torch_distributed = dist.distributed_c10d
-    # private in torch: if the helper is renamed, this assignment fails at once
+    # the helper is private in torch; if it is renamed, this line raises AttributeError
     make, barrier = torch_distributed._new_process_group_helper, torch_distributed.monitored_barrier
 
     def make_ours(
@@ -48,7 +48,7 @@ def replace_gloo() -> None:
         group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
         """Wait for all ranks; torch's own function accepts only groups of Gloo."""
-        # imported late: children that use no groups shouldn't pay for it
+        # imported here, so that children without groups don't import it
         from paceline.comm.backend.process_group import GroupBackend
 
         waiting = dist.group.WORLD if group is None else group

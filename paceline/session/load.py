@@ -138,7 +138,7 @@ def load(
         raise UsageError(
             f"load got the model {model!r}; give an nn.Module, or a function that makes one"
         )
-    # the launcher's janitor deletes folders with this prefix if the job is killed
+    # the launcher's janitor removes folders with this prefix, too
     prefix = get_answer_prefix(copy_environment().get("PACELINE_JOB", ""))
     temporary = Path(tempfile.gettempdir()) / f"{prefix}{secrets.token_hex(8)}"
     run = start(mesh=mesh, folder=str(temporary), device=device, trace="off", compare=None)

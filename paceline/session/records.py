@@ -79,7 +79,7 @@ class RecordOpener:
         if place.run is not None:
             return RunFolder(Path(place.run[0]))
         if start is not None and start.folder is not None:
-            # other hosts need not have the folder; `pl.load` deletes its own if a start fails
+            # other hosts need not have the folder; that of `pl.load` is gone after a failed start
             if place.rank == 0:
                 Path(start.folder).mkdir(parents=True, exist_ok=True)
             return RunFolder.reopen_folder(Path(start.folder), name)

@@ -17,7 +17,7 @@ def register() -> None:
     """Register the backend and the rendezvous. A second call does nothing."""
     from torch import distributed as dist
 
-    # `_plugins` is private in torch: without it, a second registration would fail
+    # `_plugins` is private in torch; if it is renamed, this line raises AttributeError
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         from torch.distributed.rendezvous import register_rendezvous_handler
 

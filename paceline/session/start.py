@@ -1,4 +1,4 @@
-"""Joins the workers of this job, and returns the run that a script works with."""
+"""Joins the workers of this job, and opens their run: `pl.start()`."""
 
 from __future__ import annotations
 
@@ -193,17 +193,17 @@ def _resolve_deadline(place: Place, deadline: float, late_after: float | None) -
 def _report_arrival(
     place: Place, began: float, seconds: float
 ) -> tuple[Announcer, ProgressPage | None]:
-    """Tell the launcher that this worker has begun; return its reporter and its page of numbers."""
+    """Tell the launcher that this worker has begun; make its announcer and progress page."""
     events.report_joined(place)
     return Announcer(place), open_page(place.progress, began, deadline=seconds)
 
 
-def _choose_seed(place: Place, asked: int | None) -> int | None:
-    """Choose the seed: that of the run that is joined or resumed, else the script's."""
+def _choose_seed(place: Place, script_seed: int | None) -> int | None:
+    """Choose the seed: from the run that is joined or resumed, else from the script."""
     if place.run is not None:
         return place.run[1]
     start = place.job_start
-    return asked if start is None or start.folder is None else start.seed
+    return script_seed if start is None or start.folder is None else start.seed
 
 
 @contextmanager
@@ -221,8 +221,8 @@ def _refuse_another_import() -> None:
 
     A traceback of multiprocessing would hide that line.
     """
-    # private in CPython; without it such a process would go on, and fail of what it hasn't
-    # inherited
+    # `_inheriting` is private in CPython; if it goes away, such a process runs on, and fails for
+    # lack of something that it hasn't inherited
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise SystemExit(
             f"paceline: a process that {script_name()} has spawned (a "
@@ -252,7 +252,7 @@ def _meet_others(
     page: ProgressPage | None,
     replicate: Replicate,
 ) -> WorkerContext:
-    """Meet the other workers, and find out where all of them are."""
+    """Meet the other workers, and find the host of each."""
     open_missing_streams()  # before the first socket
     if place.job is not None:
         brand_semaphores(place.job)
@@ -277,8 +277,8 @@ def _meet_others(
     worker.links = _read_links(worker, file)
     if isinstance(replicate, int) and place.worker is None:
         say(
-            f"replicate={replicate} has no effect: nobody may be lost here, as `paceline run` was "
-            "given no --min-workers"
+            f"replicate={replicate} has no effect: the loss of a worker ends this run; "
+            "to go on without it, give `paceline run --min-workers`"
         )
     return worker
 
@@ -289,9 +289,7 @@ def _read_links(worker: WorkerContext, file: ClusterFile | None) -> RouteFacts |
         return None
     file.check_topology(worker.cluster)
     if worker.device.type == "cuda":
-        worker.say(
-            f"{file.source} decides nothing here: gradients of GPUs go the ways of NCCL or Gloo"
-        )
+        worker.say(f"{file.source} decides nothing here: NCCL or Gloo route the gradients of GPUs")
         return None
     return file.route_facts(worker.cluster)
 
@@ -300,34 +298,35 @@ def _join_groups(
     worker: WorkerContext,
     late_after: float | None,
     undo: ExitStack,
-    asked: str | None,
+    mesh_text: str | None,
     policy: Policy | None,
 ) -> JoinedWorker:
     # a worker that joins later is a replica of the first workers, so it has no mesh of its own
-    without_mesh = asked is None or worker.place.joining
+    without_mesh = mesh_text is None or worker.place.joining
     mesh = (
         None
-        if without_mesh or asked is None
-        else choose_mesh(asked, worker.cluster, survives=worker.place.worker is not None)
+        if without_mesh or mesh_text is None
+        else choose_mesh(mesh_text, worker.cluster, survives=worker.place.worker is not None)
     )
+    # each thing that is opened is entered in `undo`, which closes it if the start fails
     context, default = _make_context(worker, undo)
     undo.callback(_close_groups, context.extra_groups)
     view = CurrentView(worker)
-    divided = (
+    axes = (
         RunAxes.from_replicas(context, lambda: view.cluster)
         if mesh is None
         else RunAxes.from_mesh(mesh, context, worker.cluster)
     )
     watching = HangDetector(
         worker.place,
-        divided.slice.agreement,
+        axes.slice.agreement,
         worker.deadline,
         late_after,
-        others=divided.wait_sources,
+        others=axes.wait_sources,
     )
     undo.callback(watching.stop_watching)
     quota = ProcessorQuota(len(worker.cluster.host_of(worker.place.rank).ranks))
-    return JoinedWorker(view, divided, watching, default, quota, policy)
+    return JoinedWorker(view, axes, watching, default, quota, policy)
 
 
 def _close_groups(groups: Iterable[Sender]) -> None:
@@ -372,18 +371,18 @@ def _make_context(
     return context, default
 
 
-def _choose_trackers(place: Place, asked: Any) -> list[Tracker]:
-    """Choose the trackers: those of the command line, else the script's; none without training."""
-    specs = catalogue.parse_trackers(place.report_to if place.report_to is not None else asked)
+def _choose_trackers(place: Place, report_to: Any) -> list[Tracker]:
+    """Choose trackers: from the command line, else from the script; none without training."""
+    specs = catalogue.parse_trackers(place.report_to if place.report_to is not None else report_to)
     if place.rank == 0 or place.worker is not None:
         catalogue.check_trackers_installed(specs)
     return [] if place.layout is not None else catalogue.make_trackers(specs)
 
 
-def _choose_mesh(place: Place, asked: str | None) -> str | None:
-    """Choose the mesh: of the command line, of the script, or of the only axis of `--cut`."""
-    if place.mesh is not None or asked is not None or place.cut is None:
-        return asked if place.mesh is None else place.mesh
+def _choose_mesh(place: Place, script_mesh: str | None) -> str | None:
+    """Choose the mesh: from the command line, the script, or the only axis of `--cut`."""
+    if place.mesh is not None or script_mesh is not None or place.cut is None:
+        return script_mesh if place.mesh is None else place.mesh
     names = sorted({cut.axis for cut in cuts.read_cuts(place.cut) if cut.axis})
     if len(names) > 1:
         raise UsageError(
@@ -393,13 +392,13 @@ def _choose_mesh(place: Place, asked: str | None) -> str | None:
     return names[0] if names else None
 
 
-def _parse_strategy(asked: Any) -> Strategy:
-    if asked is None:
+def _parse_strategy(sync: Any) -> Strategy:
+    if sync is None:
         return AllReduce()
-    strategy = read(asked) if isinstance(asked, str) else asked
+    strategy = read(sync) if isinstance(sync, str) else sync
     if not hasattr(strategy, "begin"):
         raise UsageError(
-            f"sync={asked!r} is not a strategy; write e.g. "
+            f"sync={sync!r} is not a strategy; write e.g. "
             "sync=AllReduce() or sync='AllReduce(via=\"ring\")'"
         )
     return strategy  # type: ignore[no-any-return]
@@ -448,20 +447,20 @@ class Announcer:
 class ExitHooks:
     """Closes a run that is used without `with`, at exit.
 
-    It comes after an uncaught exception has been reported.
+    An uncaught exception is reported first.
     """
 
     def __init__(self, run: Run) -> None:
         self._run, self._process = run, os.getpid()
 
     def install_hooks(self) -> Run:
-        """Hook into the end of this process, and return the run; `run.close` removes the hooks."""
+        """Hook into the end of this process. `run.close` removes the hooks."""
         previous = sys.excepthook
 
         def hook(
             kind: type[BaseException], error: BaseException, trace: TracebackType | None
         ) -> None:
-            # multiprocessing's threads call it, too, for errors of a connection that end nothing
+            # threads of multiprocessing call this hook, too, for connection errors that end nothing
             if self._is_own_process() and threading.current_thread() is threading.main_thread():
                 parts_of_run(self._run).ending.end_after_error(kind, error)
             (show_exception if previous is sys.__excepthook__ else previous)(kind, error, trace)
@@ -469,7 +468,8 @@ class ExitHooks:
         def close() -> None:
             try:
                 self._run.close()
-            except BRIEF_ERRORS as error:  # whose traceback is that of our own call here
+            # the traceback would show only this call of our own
+            except BRIEF_ERRORS as error:
                 show_exception(type(error), error, None)
 
         unregister = call_at_exit(close)
@@ -478,7 +478,8 @@ class ExitHooks:
             unregister()
             if sys.excepthook is hook:
                 sys.excepthook = previous
-            if isinstance(sys.exception(), BRIEF_ERRORS):  # on its way out of the `with` block
+            # the error is on its way out of the `with` block, and is shown after this hook is gone
+            if isinstance(sys.exception(), BRIEF_ERRORS):
                 install_excepthook()
 
         sys.excepthook = hook

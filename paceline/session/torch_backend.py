@@ -42,7 +42,7 @@ def create_process_group(options: Any, chosen: Any = None) -> GroupBackend:
     store = Store(options.store, place.secret, path=NAME, deadline=seconds)
     store_client.limit_answer_time(options.store, seconds)
 
-    # called by the first collective of the group: torch makes groups that are never used
+    # called by the first operation of the group, as ranks meet in it
     def meet() -> GroupMembers:
         try:
             cluster = discover_hosts(store, place)
@@ -85,7 +85,7 @@ def _make_pairs(
 ) -> Any:
     """Connect pairs of ranks, for messages from one rank to another.
 
-    Pairs connect when the group is made: a message must not wait until its receiver is ready.
+    They connect here, so that a message doesn't wait for earlier work of its receiver.
     """
     # each rank leaves a mark, so that an error can name the ranks that didn't come
     arrival_keys = [f"here/{name}" for name in names]
