@@ -104,7 +104,7 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch):
     remains.write_record({**whose, "hosts": [host]})
     with pytest.raises(
         ResourceError,
-        match=rf"of lab feed \(x\) this can't be removed: {tmp_path}/group; end it, and clean again",  # noqa: E501
+        match=rf"lab feed \(x\) has leftovers that can't be removed: {tmp_path}/group; end or",
     ):
         cleaning.remove_leftovers()
     (tmp_path / "group" / "file").unlink()
@@ -116,7 +116,9 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch):
 
 
 def test_whoever_cleans_stays_alive(tmp_path):
-    code = "import os; from paceline.lab import cleaning; cleaning.clean(); print('alive')"
+    code = (
+        "import os; from paceline.lab import cleaning; cleaning.remove_leftovers(); print('alive')"
+    )
     environ = {**os.environ, remains.MARK: "feed"}  # in a shell of a lab that was killed
     assert (
         subprocess.run(
