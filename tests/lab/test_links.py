@@ -138,7 +138,7 @@ def buckets(space, interface):
             for found in (each.get_attr("TCA_TBF_PARMS") for each in options)
         ]
 
-    return space.inside(read)
+    return space.call_inside(read)
 
 
 @pytest.mark.parametrize("rate", [10**7, 10**10])
