@@ -1,4 +1,4 @@
-"""Cleans up after labs that were killed together with their keepers."""
+"""Removes the leftovers of labs that were killed together with their keepers."""
 
 from __future__ import annotations
 
@@ -9,46 +9,56 @@ from paceline.lab import cgroups, remains
 
 
 def remove_leftovers() -> list[str]:
-    """Remove all leftovers of this user's dead labs; return a line for each lab and group.
+    """Remove all leftovers of this user's dead labs.
 
-    Labs that run are left alone.
+    Labs that are still running stay untouched.
+
+    Returns:
+        One line of text for each lab and each control group that was removed.
+
+    Raises:
+        ResourceError: The records can't be read, or something can't be removed.
     """
-    done = []
+    report = []
     try:
         records = remains.read_records()
         remains.drop_partial_records()
     except PermissionError as error:
         raise ResourceError(
-            f"{error.filename} has the records of labs, and {error.strerror}: "
-            "remove it, or give it to you"
+            f"the records of labs in {error.filename} can't be read ({error.strerror}): "
+            "remove that folder, or make yourself its owner"
         ) from error
     for record in records:
         if remains.is_alive(record):
             continue
-        left = remains.sweep_lab(record, trusted=False)
-        if left:
+        # The lab is dead, so the kernel may have given its networks' numbers to another lab.
+        leftovers = remains.sweep_lab(record, trusted=False)
+        if leftovers:
             raise ResourceError(
-                f"of lab {record['identity']} ({record['name']}) this can't be removed: "
-                f"{', '.join(left)}; end it, and clean again"
+                f"lab {record['identity']} ({record['name']}) has leftovers that can't be "
+                f"removed: {', '.join(leftovers)}; end or delete them, then clean again"
             )
-        done.append(
+        report.append(
             f"lab {record['identity']} ({record['name']}) was killed: "
             "its processes, control groups and files are removed"
         )
-    # before the records: a lab that begins now has its record before its groups
+    # The groups are listed before the records are read. A lab writes its record before it makes its
+    # groups, so a lab that starts at this moment is never taken for a dead one.
     groups = cgroups.list_orphans(_find_bases())
-    known = {record["identity"] for record in remains.read_records()}
+    recorded_identities = {record["identity"] for record in remains.read_records()}
     for folder in groups:
         identity = folder.name.removeprefix(cgroups.PREFIX).partition("-")[0]
-        # processes inside may have a record that this user can't see
-        if identity not in known and not remains.processes_in_groups([str(folder)]):
-            with suppress(FileNotFoundError):  # another process cleans too
+        # A group with processes inside may belong to a lab whose record this user can't see.
+        if identity not in recorded_identities and not remains.processes_in_groups([str(folder)]):
+            # Another process may be cleaning at the same time.
+            with suppress(FileNotFoundError):
                 cgroups.remove_group(folder)
-            done.append(f"control group {folder} is removed")
-    return done
+            report.append(f"control group {folder} is removed")
+    return report
 
 
 def _find_bases() -> list[cgroups.CgroupBase]:
+    """Find the parents of all labs' control groups, for each controller that is available."""
     bases = []
     for controller in ("cpu", "memory"):
         with suppress(ResourceError):

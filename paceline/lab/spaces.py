@@ -1,5 +1,6 @@
-"""Linux namespaces without names: made in a thread, held by descriptors, gone when the last
-descriptor and process are.
+"""Anonymous Linux namespaces, made in a thread and held open by file descriptors.
+
+A namespace disappears when its last descriptor is closed and its last process has ended.
 """
 
 from __future__ import annotations
@@ -26,18 +27,21 @@ KINDS: Final = {
     "net": 0x4000_0000,
 }
 _THREAD_SECONDS: Final = 1.0
-_MS_BIND, _MS_REC, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 19  # linux/mount.h
+# linux/mount.h
+_MS_BIND, _MS_REC, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
 
 
 class NamespaceSet:
-    """Namespaces of one host (or of a switch, which has only a network).
+    """The namespaces of one host, or the network of a switch.
 
-    `fds` holds them, by kind.
+    Attributes:
+        fds: The descriptors that hold the namespaces open, by kind.
+        network: Name of the network namespace in /proc, such as `net:[4026532184]`.
     """
 
     def __init__(self, fds: dict[str, int]) -> None:
         self.fds = fds
-        # "net:[4026532184]": the same for every process in it
+        # This name is the same for every process in the namespace.
         self.network = os.readlink(f"/proc/self/fd/{fds['net']}")
 
     @staticmethod
@@ -46,34 +50,42 @@ class NamespaceSet:
     ) -> NamespaceSet:
         """Make new namespaces of these kinds.
 
-        `prepare` runs once inside. Raises `ResourceError` where the kernel refuses.
+        Args:
+            kinds: Keys of `KINDS`.
+            prepare: Called once inside the new namespaces. Default: does nothing.
+
+        Raises:
+            ResourceError: The kernel refuses to make them.
         """
 
-        def open_all() -> dict[str, int]:
+        def open_descriptors() -> dict[str, int]:
             unshare_thread(kinds)
             prepare()
+            # Open descriptors keep the namespaces alive after this thread has ended.
             return {
                 kind: os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
                 for kind in kinds
             }
 
-        return NamespaceSet(_call_in_thread(open_all))
+        return NamespaceSet(_call_in_thread(open_descriptors))
 
     def call_inside(self, do: Callable[[], T]) -> T:
-        """Call `do` in this network; it runs in a thread of its own, whose errors are raised
-        here.
+        """Call `do` inside this network.
+
+        It runs in a new thread, so that the calling thread stays where it is. Errors in that thread
+        are raised here.
         """
 
-        def enter() -> T:
+        def enter_and_call() -> T:
             _call_libc("setns", self.fds["net"], KINDS["net"])
             return do()
 
-        return _call_in_thread(enter)
+        return _call_in_thread(enter_and_call)
 
     def close(self) -> None:
-        """Close the descriptors: the namespaces end with the last process in them.
+        """Close the descriptors, so that the namespaces end with the last process in them.
 
-        Calling it twice is harmless.
+        A second call does nothing.
         """
         while self.fds:
             os.close(self.fds.popitem()[1])
@@ -88,13 +100,14 @@ def unshare_thread(kinds: Sequence[str]) -> None:
 
 
 def make_furnisher(hostname: str, names: Path) -> Callable[[], None]:
-    """Make the function that turns new namespaces into a host: its name, the table `names` as
-    /etc/hosts, shared memory of its own.
+    """Make the function that turns new namespaces into a host.
+
+    The host gets its own name, its own shared memory, and the file `names` as its /etc/hosts.
     """
 
     def prepare() -> None:
         socket.sethostname(hostname)
-        # nothing mounted here is seen outside
+        # Without this, the mounts below would also appear outside of the host.
         _call_libc("mount", b"none", b"/", None, _MS_REC | _MS_SLAVE, None)
         if os.path.isdir("/dev/shm"):
             _call_libc("mount", b"paceline-lab", b"/dev/shm", b"tmpfs", 0, b"mode=1777")
@@ -105,15 +118,18 @@ def make_furnisher(hostname: str, names: Path) -> Callable[[], None]:
 
 
 def become_root() -> None:
-    """Enter a user namespace in which this process is root, for good; it must have one thread.
+    """Enter a user namespace in which this process is root.
 
-    Outside it has the same rights as before.
+    The process must have a single thread, and it can't leave the namespace again. Outside of the
+    namespace its rights are the same as before.
     """
     user, group = os.geteuid(), os.getegid()
-    end = time.monotonic() + _THREAD_SECONDS
-    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
-        time.sleep(0.001)  # a thread that was joined may still be ending
+    # The kernel counts a joined thread until it has really ended, and refuses a process with two.
+    deadline = time.monotonic() + _THREAD_SECONDS
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
     unshare_thread(["user"])
+    # The order matters: an ordinary user may map a group only after setgroups is denied.
     for file, text in (
         ("setgroups", "deny"),
         ("uid_map", f"0 {user} 1"),
@@ -128,13 +144,13 @@ def become_root() -> None:
 
 
 def _call_in_thread(do: Callable[[], T]) -> T:
-    """Call `do` in a new thread, which takes the namespaces that it enters with it when it ends."""
+    """Call `do` in a new thread, whose change of namespaces ends with it."""
     with ThreadPoolExecutor(1, "paceline-lab-namespace") as thread:
         return thread.submit(do).result()
 
 
 def _call_libc(name: str, *arguments: object) -> None:
-    """Call a function of the C library that gives 0 or sets errno."""
+    """Call a function of the C library that returns 0 or sets errno."""
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         code = ctypes.get_errno()
         raise ResourceError(

@@ -104,7 +104,7 @@ def test_what_can_not_be_removed_is_named(tmp_path, monkeypatch):
     remains.write_record({**whose, "hosts": [host]})
     with pytest.raises(
         ResourceError,
-        match=rf"of lab feed \(x\) this can't be removed: {tmp_path}/group; end it, and clean again",  # noqa: E501
+        match=rf"lab feed \(x\) has leftovers that can't be removed: {tmp_path}/group; end or",
     ):
         cleaning.remove_leftovers()
     (tmp_path / "group" / "file").unlink()
