@@ -68,8 +68,8 @@ def write_record(record: dict[str, Any]) -> Path:
     folder = records_folder()
     path = folder / f"{record['identity']}.json"
     temporary = path.with_suffix(f".{os.getpid()}")
-    # A lab that ends removes the folder if it is empty: also between two of these lines. Then they
-    # are done again.
+    # A lab that ends removes the folder if it is empty, perhaps between two of these lines. Then
+    # they are repeated.
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         try:

@@ -186,7 +186,7 @@ def run_request(cluster: RunTarget, start: LabRequest, folder: Path) -> Outcome:
 
     Raises:
         DeadlineExceeded: The run took longer than `start.deadline`.
-        KeyboardInterrupt: Ctrl-C was pressed. As for the next, everything has ended by then.
+        KeyboardInterrupt: Ctrl-C was pressed. It is raised when everything has ended.
         SystemExit: SIGTERM or SIGHUP came, or the reader of the output is gone.
     """
     faults = plot(start.faults, cluster.description)
