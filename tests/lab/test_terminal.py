@@ -83,7 +83,7 @@ class TestShell:
         build(hosts=1)
         assert (
             "labs run: " in (answer := call("shell", "0")).stderr
-            and "say which with --lab" in answer.stderr
+            and "choose one with --lab" in answer.stderr
             and answer.returncode == 2
         )
 
