@@ -1,15 +1,15 @@
-"""Codings that keep every element and spend fewer bits on it: half, bfloat16, int8, int4, sign.
+"""Codings that keep every element, in fewer bits: half, bfloat16, int8, int4, sign.
 
-int8, int4 and sign cut a tensor into blocks of `block` elements, the last one may be shorter, with
-a float32 scale each:
+int8, int4 and sign cut a tensor into blocks of `block` elements. The last block may be shorter.
+Each block has a float32 scale:
 
-    int8   x = level x scale,  level -127..127       scale = largest of the block / 127
-    int4   x = level x scale,  level -7..7           scale = largest of the block / 7,  two levels a
-                                                     byte
-    sign   x = +-scale                               scale = mean of |x| in the block,  eight signs
-                                                     a byte  (Seide et al. 2014)
+    coding   value              level         scale                     packing
+    int8     x = level * scale  -127 .. 127   largest |x| / 127         one level a byte
+    int4     x = level * scale  -7 .. 7       largest |x| / 7           two levels a byte
+    sign     x = level * scale  -1 or 1       mean |x|                  eight signs a byte
 
-A value that is not finite makes its whole block not finite: it is never lost.
+sign is the 1-bit SGD of Seide et al. 2014. A value that isn't finite makes its whole block not
+finite, so it is never lost.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from paceline.errors import UsageError
 from paceline.formatting import describe_unknown_choice, format_as_call
 
 Rounding = Literal["nearest", "stochastic"]
-TINY = 1e-30  # scales below are as good as zero; 1 / TINY is still a number
-BITS = 0x0102_0408_1020_4080  # times eight bytes of 0 or 1, gives their bits in the highest byte
+# Smaller scales are raised to this one before division; 1 / TINY is still finite in float32.
+TINY = 1e-30
+# Eight bytes of 0 or 1, read as one integer and multiplied by this, have their bits side by side in
+# the highest byte of the product.
+BITS = 0x0102_0408_1020_4080
 
 
 class _NarrowFloat:
-    """A coding as another floating-point type."""
+    """A coding that stores each element in a smaller floating-point type."""
 
     kind: torch.dtype
 
@@ -48,9 +51,11 @@ class _NarrowFloat:
 
 @dataclass(frozen=True)
 class half(_NarrowFloat):
-    """float16: two bytes an element, 11 significant bits; values larger than 65,504 become that.
+    """float16: two bytes an element, 11 significant bits.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.half()))
+
+    Finite values beyond +-65,504 become +-65,504.
     """
 
     __repr__ = format_as_call
@@ -59,16 +64,17 @@ class half(_NarrowFloat):
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
         limit = torch.finfo(torch.float16).max
         for start, stop in cut_spans(x):
-            into = message[0][start:stop].copy_(x[start:stop])
-            # rare: too large, or not finite to begin with
-            if not bool(torch.isfinite(into.sum(dtype=torch.float32))):
+            target = message[0][start:stop].copy_(x[start:stop])
+            # One sum tells whether all elements are finite. Only if not, the slow way is taken:
+            # values that are too large are clamped, true infinities and nan stay.
+            if not bool(torch.isfinite(target.sum(dtype=torch.float32))):
                 piece = x[start:stop]
-                into.copy_(torch.where(piece.isinf(), piece, piece.clamp(-limit, limit)))
+                target.copy_(torch.where(piece.isinf(), piece, piece.clamp(-limit, limit)))
 
 
 @dataclass(frozen=True)
 class bfloat16(_NarrowFloat):
-    """bfloat16: two bytes an element, 8 significant bits, the range of float32.
+    """bfloat16: two bytes an element, 8 significant bits, and the range of float32.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.bfloat16()))
     """
@@ -81,9 +87,7 @@ class bfloat16(_NarrowFloat):
 
 
 class _BlockCoding:
-    """The common part of codings in blocks: `_write` and `_read` work on some rows, one block
-    each.
-    """
+    """A coding in blocks. Subclasses write and read rows, and each row is a block."""
 
     block: int
     packed: int = 1  # levels in a byte
@@ -103,26 +107,34 @@ class _BlockCoding:
             self._read_rows(scales, levels, rows)
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
-        spare: Tensor | None = None
+        buffer: Tensor | None = None
+        # the first rows are the largest, so one buffer serves all
         for rows, scales, levels in self._iterate_rows(out, message):
-            if spare is None or spare.numel() < rows.numel():
-                spare = torch.empty_like(rows).view(-1)
-            piece = spare[: rows.numel()].view(rows.shape)
-            self._read_rows(scales, levels, piece)
-            (rows.sub_ if minus else rows.add_)(piece)
+            if buffer is None or buffer.numel() < rows.numel():
+                buffer = torch.empty_like(rows).view(-1)
+            decoded = buffer[: rows.numel()].view(rows.shape)
+            self._read_rows(scales, levels, decoded)
+            (rows.sub_ if minus else rows.add_)(decoded)
 
     def _iterate_rows(self, x: Tensor, message: Message) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Iterate over whole blocks as rows, with their scales and levels; then the shorter
-        block, as a row of its own.
+        """Iterate over rows of full blocks, with their scales and levels.
+
+        The shorter block at the end, if any, follows as a row of its own.
         """
         scales, levels = message
-        whole = x.numel() // self.block * self.block
-        for start, stop in cut_spans(x[:whole], self.block):
-            first, last = start // self.block, stop // self.block
-            bytes_ = levels[start // self.packed : stop // self.packed].view(last - first, -1)
-            yield x[start:stop].view(-1, self.block), scales[first:last], bytes_
-        if whole < x.numel():
-            yield x[whole:].view(1, -1), scales[-1:], levels[whole // self.packed :].view(1, -1)
+        full_numel = x.numel() // self.block * self.block
+        for start, stop in cut_spans(x[:full_numel], self.block):
+            first_block, end_block = start // self.block, stop // self.block
+            level_rows = levels[start // self.packed : stop // self.packed].view(
+                end_block - first_block, -1
+            )
+            yield x[start:stop].view(-1, self.block), scales[first_block:end_block], level_rows
+        if full_numel < x.numel():
+            yield (
+                x[full_numel:].view(1, -1),
+                scales[-1:],
+                levels[full_numel // self.packed :].view(1, -1),
+            )
 
     def _write_rows(
         self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None
@@ -134,7 +146,7 @@ class _BlockCoding:
 
 
 class _LevelCoding(_BlockCoding):
-    """Codes values as whole levels up to `top`, as many above zero as below."""
+    """Codes values as integer levels from -`top` to `top`."""
 
     rounding: Rounding
     top: int
@@ -145,25 +157,27 @@ class _LevelCoding(_BlockCoding):
             raise UsageError(wrong)
 
     def _compute_levels(self, rows: Tensor, scales: Tensor, draw: Generator | None) -> Tensor:
-        """Compute the levels, as float32; `scales` is written."""
+        """Compute the levels, as float32, and write the scales into `scales`."""
+        # aminmax is one pass over the rows without a copy, unlike the largest of rows.abs()
         low, high = torch.aminmax(rows, dim=1)
         scale = torch.maximum(high, low.neg_()).mul_(1 / self.top)
         scales.copy_(scale)
-        level = rows * scale.clamp_min_(TINY).reciprocal_().unsqueeze(1)
+        scaled = rows * scale.clamp_min_(TINY).reciprocal_().unsqueeze(1)
         if self.rounding == "nearest":
-            return level.round_()
-        chance = torch.rand(rows.shape, generator=draw, dtype=rows.dtype, device=rows.device)
-        return level.add_(chance).floor_().clamp_(-self.top, self.top)
+            return scaled.round_()
+        # The chance of rounding up is the fraction of the value, so the mean is the value.
+        noise = torch.rand(rows.shape, generator=draw, dtype=rows.dtype, device=rows.device)
+        return scaled.add_(noise).floor_().clamp_(-self.top, self.top)
 
 
 @dataclass(frozen=True)
 class int8(_LevelCoding):
-    """Eight bits an element and a scale for each `block` of them.
+    """Eight bits an element, and a scale for each `block` of elements.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.int8(rounding="stochastic")))
 
-    `rounding="stochastic"` rounds up or down by chance, so that the expectation is the value itself
-    (QSGD, Alistarh et al. 2017).
+    `rounding="stochastic"` rounds up or down at random, so that the expected value is the value
+    itself (QSGD, Alistarh et al. 2017).
     """
 
     block: int = 1024
@@ -183,9 +197,11 @@ class int8(_LevelCoding):
 
 @dataclass(frozen=True)
 class int4(_LevelCoding):
-    """Four bits an element and a scale for each `block` of them; `rounding` as in `int8`.
+    """Four bits an element, and a scale for each `block` of elements.
 
     >>> pl.start(sync=pl.LocalSGD(every=32, codec=pl.error_feedback(pl.int4())))
+
+    `rounding` is the same as in `int8`.
     """
 
     block: int = 256
@@ -199,29 +215,30 @@ class int4(_LevelCoding):
         self, rows: Tensor, scales: Tensor, levels: Tensor, draw: Generator | None
     ) -> None:
         level = self._compute_levels(rows, scales, draw).nan_to_num_().add_(8).to(torch.uint8)
-        # the first half of a block is in the low bits, the second in the high ones
-        cut = levels.shape[1]
-        levels.copy_(level[:, :cut])
-        high = level[:, cut:]
+        # The first half of a block goes to the low bits of its bytes, the second half to the high
+        # bits. So both halves are contiguous. Levels are stored as 1 to 15.
+        width = levels.shape[1]
+        levels.copy_(level[:, :width])
+        high = level[:, width:]
         levels[:, : high.shape[1]].bitwise_or_(high.bitwise_left_shift(4))
 
     def _read_rows(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
-        cut = levels.shape[1]
-        rows[:, :cut].copy_(levels.bitwise_and(15))
-        rows[:, cut:].copy_(levels[:, : rows.shape[1] - cut].bitwise_right_shift(4))
+        width = levels.shape[1]
+        rows[:, :width].copy_(levels.bitwise_and(15))
+        rows[:, width:].copy_(levels[:, : rows.shape[1] - width].bitwise_right_shift(4))
         rows.sub_(8).mul_(scales.unsqueeze(1))
 
 
 @dataclass(frozen=True)
 class sign(_BlockCoding):
-    """One bit an element, its sign, and the mean size of each `block` of elements.
+    """One bit an element, its sign, and the mean absolute value of each `block` of elements.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.sign())))
 
-    It is 1-bit SGD (Seide et al. 2014). With SGD it needs `error_feedback` around it, with Adam it
-    does as well without. The smaller the blocks, the better small elements survive among large
-    ones. `gathered(sign())` is the mean of all signs; the default, scattered, is the sign of that
-    again.
+    This is 1-bit SGD (Seide et al. 2014). With SGD it needs `error_feedback` around it. With Adam
+    it works as well without. In smaller blocks, small elements survive better among large ones.
+    `gathered(sign())` gives the mean of all signs. The default, scattered, takes the sign of that
+    mean again.
     """
 
     block: int = 64
@@ -237,11 +254,12 @@ class sign(_BlockCoding):
     ) -> None:
         torch.mean(rows.abs(), dim=1, out=scales)
         negative = rows < 0
-        missing = -rows.shape[1] % 8
-        if missing:
-            negative = torch.nn.functional.pad(negative, (0, missing))
-        eights = negative.view(torch.uint8).view(torch.int64)
-        levels.copy_(eights.mul(BITS).bitwise_right_shift_(56))
+        padding = -rows.shape[1] % 8
+        if padding:
+            negative = torch.nn.functional.pad(negative, (0, padding))
+        # Eight signs, one a byte, are read as one integer and packed into one byte (see BITS).
+        groups = negative.view(torch.uint8).view(torch.int64)
+        levels.copy_(groups.mul(BITS).bitwise_right_shift_(56))
 
     def _read_rows(self, scales: Tensor, levels: Tensor, rows: Tensor) -> None:
         signs = torch.index_select(
@@ -252,13 +270,11 @@ class sign(_BlockCoding):
 
 @cache
 def _sign_table(device: str) -> Tensor:
-    """Return the eight signs of each byte, lowest bit first: -1 where the bit is set."""
+    """Table of the eight signs of each byte, lowest bit first: -1 for a bit that is set."""
     bits = torch.arange(256).unsqueeze(1).bitwise_right_shift(torch.arange(8)).bitwise_and(1)
     return (1 - 2 * bits).to(torch.float32).to(device)
 
 
 def _check_block(coding: object, block: int, multiple: int) -> None:
     if not isinstance(block, int) or block < multiple or block % multiple:
-        raise UsageError(
-            f"{coding!r}: block is {block!r}, and has to be a multiple of {multiple} above 0"
-        )
+        raise UsageError(f"{coding!r}: block is {block!r}; choose a multiple of {multiple} above 0")

@@ -1,10 +1,10 @@
 """Codings that keep few elements and drop the rest: topk, randomk.
 
-    topk      values  indices       the largest, where they are
-    randomk   values  seed          any, drawn in a way that the seed says
+    coding    message            elements
+    topk      values, indices    the largest ones
+    randomk   seed, values       random ones, which the seed determines
 
-Both lose so much that they need `error_feedback` around them, which sends later what was dropped
-now.
+Both lose so much that they need `error_feedback` around them: it sends dropped values later.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from paceline.errors import UsageError
 from paceline.formatting import describe_unknown_choice, format_as_call
 
 Threshold = Literal["exact", "sampled"]
-SAMPLE = 16 << 10  # elements from which the threshold is guessed
-# so many times the wanted number is hoped for beyond the guessed threshold, then the best of them
-# are taken
+SAMPLE = 16 << 10  # number of elements from which the threshold is estimated
+# The estimated threshold aims at this multiple of the wanted number of elements. The largest of
+# them are taken, so an estimate that is a little too high still finds enough.
 MARGIN = 1.25
 
 
 class _SparseCoding:
-    """A coding of values, and of indices that `_where` finds in the rest of the message."""
+    """A coding of some values. Their indices are found from the rest of the message."""
 
     fraction: float
 
@@ -58,14 +58,14 @@ class _SparseCoding:
 
 @dataclass(frozen=True)
 class topk(_SparseCoding):
-    """Keeps the `fraction` of elements of largest size, with their indices.
+    """Keeps the `fraction` of elements with the largest absolute values, and their indices.
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.topk(0.01))))
 
-    It sends eight bytes for each (Deep Gradient Compression, Lin et al. 2018).
-    `threshold="sampled"` finds them several times faster: a sample gives the size from which on
-    elements count. So a few of the largest may be missed if sizes are spread unevenly. The choice
-    depends on the values alone, not on chance.
+    It sends eight bytes for each kept element (Deep Gradient Compression, Lin et al. 2018).
+    `threshold="sampled"` is several times faster: it estimates the smallest absolute value to keep
+    from a sample. A few of the largest may be missed if large values are spread unevenly. The
+    choice depends on the values alone, and is never random.
     """
 
     fraction: float
@@ -89,21 +89,24 @@ class topk(_SparseCoding):
         chosen = self._find_largest(x, values.numel())
         torch.index_select(x, 0, chosen, out=values[: chosen.numel()])
         indices[: chosen.numel()].copy_(chosen)
-        values[chosen.numel() :].zero_()  # fewer than hoped for: the rest adds zeros somewhere
+        # If the sampled threshold found too few elements, the rest adds zeros to element 0.
+        values[chosen.numel() :].zero_()
         indices[chosen.numel() :].zero_()
 
     def _find_largest(self, x: Tensor, count: int) -> Tensor:
         stride = max(1, x.numel() // SAMPLE)
         sample = x[::stride].abs()
-        rank = max(1, round(MARGIN * count * sample.numel() / x.numel()))
-        if self.threshold == "exact" or stride == 1 or rank >= sample.numel():
+        sample_count = max(1, round(MARGIN * count * sample.numel() / x.numel()))
+        # A sample of everything, or a threshold below all of it, would save nothing.
+        if self.threshold == "exact" or stride == 1 or sample_count >= sample.numel():
             return torch.topk(x.abs(), count, sorted=False).indices
-        least = torch.topk(sample, rank, sorted=False).values.min()
-        few = [
-            torch.nonzero((x[start:stop].abs() < least).logical_not_()).view(-1).add_(start)
+        cutoff = torch.topk(sample, sample_count, sorted=False).values.min()
+        # "Not less" instead of "at least": a nan isn't less than the threshold, so it is sent.
+        candidates = [
+            torch.nonzero((x[start:stop].abs() < cutoff).logical_not_()).view(-1).add_(start)
             for start, stop in cut_spans(x)
         ]
-        chosen = torch.cat(few)  # what is not a number is not less
+        chosen = torch.cat(candidates)
         if chosen.numel() > count:
             chosen = chosen[torch.topk(x[chosen].abs(), count, sorted=False).indices]
         return chosen
@@ -114,12 +117,12 @@ class topk(_SparseCoding):
 
 @dataclass(frozen=True)
 class randomk(_SparseCoding):
-    """Keeps a random `fraction` of the elements, other ones each time (Stich et al. 2018).
+    """Keeps a random `fraction` of the elements, drawn anew each time (Stich et al. 2018).
 
     >>> pl.start(sync=pl.AllReduce(codec=pl.error_feedback(pl.randomk(0.1))))
 
     It sends four bytes for each kept element, and eight for the seed. One element is drawn from
-    each stretch of 1 / fraction elements. They are sent as they are, not scaled up.
+    each stretch of 1 / fraction elements. Values are sent as they are, not scaled up.
     """
 
     fraction: float
@@ -145,9 +148,10 @@ class randomk(_SparseCoding):
     def _find_indices(self, message: Message, numel: int) -> Tensor:
         seed, values = message
         count = values.numel()
-        # on the processor: a GPU draws other numbers
+        # Drawn on the CPU, because a GPU draws other numbers from the same seed. One element comes
+        # from each of `count` stretches of almost equal width, so no index is drawn twice.
         generator = torch.Generator().manual_seed(int(seed))
-        edges = torch.arange(count + 1, dtype=torch.int64) * numel // max(1, count)
-        width = edges[1:] - edges[:-1]
-        chance = torch.rand(count, generator=generator, dtype=torch.float64)
-        return (edges[:-1] + (chance * width).long()).to(values.device)
+        bounds = torch.arange(count + 1, dtype=torch.int64) * numel // max(1, count)
+        widths = bounds[1:] - bounds[:-1]
+        fractions = torch.rand(count, generator=generator, dtype=torch.float64)
+        return (bounds[:-1] + (fractions * widths).long()).to(values.device)

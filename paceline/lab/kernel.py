@@ -1,5 +1,6 @@
-"""The kernel's abilities for a lab: each is tried in a network that is thrown away, and a
-missing one has its reason.
+"""The abilities of the kernel that a lab needs.
+
+Each one is tried out in a network that is thrown away. A missing ability comes with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paceline.lab.spaces import NamespaceSet, become_root
 class KernelAbility:
     """An ability of the machine that a lab needs.
 
-    `reason` says why it is missing; empty if it is there.
+    `reason` says why the ability is missing. It is empty if the machine has the ability.
     """
 
     name: str
@@ -28,24 +29,24 @@ class KernelAbility:
     reason: str = ""
 
 
-_RATE: Final = 10**6
+_RATE: Final = 10**6  # of the trial with tbf; any rate will do
 
 
 def try_abilities() -> list[KernelAbility]:
-    """Try out all abilities that a lab may want."""
-    checked = []
+    """Try out all abilities that a lab may use."""
+    abilities = []
     for name, purpose, needed, attempt in _list_attempts():
         try:
             attempt()
         except ResourceError as error:
-            checked.append(KernelAbility(name, purpose, needed, str(error)))
+            abilities.append(KernelAbility(name, purpose, needed, str(error)))
         else:
-            checked.append(KernelAbility(name, purpose, needed))
-    return checked
+            abilities.append(KernelAbility(name, purpose, needed))
+    return abilities
 
 
 def find_missing() -> str:
-    """Reason why no lab can run here, in one line; empty if one can."""
+    """Find the reasons why no lab can run here, in one line; empty if one can run."""
     return "; ".join(
         f"{ability.name}: {ability.reason}"
         for ability in try_abilities()
@@ -54,7 +55,7 @@ def find_missing() -> str:
 
 
 def check_rights() -> None:
-    """Raise `ResourceError` if this process may not make a network of its own."""
+    """Raise `ResourceError` if this process may not make a network namespace."""
     try:
         NamespaceSet.make_namespaces(["net"]).close()
     except ResourceError as error:
@@ -65,11 +66,15 @@ def check_rights() -> None:
 
 
 def seek_rights() -> str:
-    """Enter a user namespace, for good, unless this process is root, so that it may build a lab.
+    """Get the rights to build a lab: a process that isn't root enters a user namespace, for good.
 
-    Returns the outcome in words.
+    The process must have one thread only.
 
-    The process must have one thread. Raises `ResourceError` if it can't be done.
+    Returns:
+        The rights that it has now, in words.
+
+    Raises:
+        ResourceError: The process isn't root, and may not enter a user namespace.
     """
     try:
         check_rights()
@@ -78,8 +83,8 @@ def seek_rights() -> str:
             become_root()
         except ResourceError as error:
             raise ResourceError(
-                f"this user hasn't root's rights, and may have no user namespace ({error}): "
-                "allow them (sysctl user.max_user_namespaces, "
+                f"this user isn't root, and may not make a user namespace ({error}): "
+                "allow user namespaces (sysctl user.max_user_namespaces, "
                 "kernel.unprivileged_userns_clone, kernel.apparmor_restrict_unprivileged_userns), "
                 "or run as root"
             ) from error
@@ -88,8 +93,10 @@ def seek_rights() -> str:
 
 
 def check_abilities(description: Description) -> list[str]:
-    """Raise `ResourceError` for missing abilities that this description needs; return what is
-    left out, where it allows that.
+    """Check that this kernel can build a cluster.
+
+    Returns notes on parts that are left out, if the description allows that. Raises
+    `ResourceError` if it needs an ability that is missing.
     """
     if all(host.delay is None for host in description.hosts):
         return []
@@ -107,6 +114,7 @@ def check_abilities(description: Description) -> list[str]:
 
 
 def _list_attempts() -> Iterator[tuple[str, str, bool, Callable[[], object]]]:
+    """List each ability: its name, its purpose, whether labs need it, and a call that tries it."""
     yield (
         "namespaces",
         "hosts with a network, a name and shared memory of their own",
@@ -150,13 +158,11 @@ def _try_netem() -> None:
 
 
 def _try_discipline(kind: str, **options: int) -> None:
-    """Put a queueing discipline on to loopback, in a network of its own."""
+    """Set a queueing discipline on the loopback device of a new network."""
     space = NamespaceSet.make_namespaces(["net"])
     try:
         links.set_queue(space, "lo", kind, **options)
     except ResourceError as error:
-        raise ResourceError(
-            f"this kernel doesn't have it; the module sch_{kind} would bring it"
-        ) from error
+        raise ResourceError(f"this kernel doesn't have it: load the module sch_{kind}") from error
     finally:
         space.close()

@@ -1,12 +1,15 @@
-"""The remains of a killed lab, and the keeper that removes them: a process that outlives the lab by
-a moment.
+"""The remains of a killed lab, and the keeper that removes them.
 
-Started as a script of its own, with the standard library only: `remains.py RECORD`. Its input is a
-pipe from the lab. The end of input without `done` means that the lab was killed. Where the keeper
-was killed too, the next lab does its work, or `paceline lab clean`.
+The keeper is a process that outlives its lab by a moment. It is started as a script of its own,
+with the standard library only: `remains.py RECORD`. Its input is a pipe from the lab:
 
-A record is a JSON file for each lab that runs: its process, the network of each host, its control
-groups and folder.
+    lab ends well     writes `done`, closes the pipe       the keeper ends
+    lab is killed     the pipe closes without `done`       the keeper removes what the lab has left
+
+If the keeper is killed too, the next lab does its work, or `paceline lab clean`.
+
+Each lab that runs has a record, a JSON file: its process, the network of each host, its control
+groups and its folder.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ _ROUND_SECONDS = 0.005
 
 
 def records_folder() -> Path:
-    """Return the folder of records: one place for each user, whatever TMPDIR says, so that labs
-    find each other's.
+    """Find the folder of records.
+
+    Each user has one, whatever TMPDIR says, so that labs find the records of other labs.
     """
     user = find_outer_user()
     if user == 0 and os.access("/run", os.W_OK):
@@ -48,7 +52,7 @@ def records_folder() -> Path:
 
 
 def find_outer_user() -> int:
-    """Return the number of this user outside of the user namespace that a lab may have entered."""
+    """Find this user's number outside of the user namespace that a lab may have entered."""
     for line in (_PROC / "self/uid_map").read_text().splitlines():
         inner, outer, count = map(int, line.split())
         if inner <= os.geteuid() < inner + count:
@@ -57,40 +61,42 @@ def find_outer_user() -> int:
 
 
 def write_record(record: dict[str, Any]) -> Path:
-    """Write the record of a lab, in full or not at all; return its path.
+    """Write the record of a lab, completely or not at all, and return its path.
 
-    `PermissionError` if the place isn't ours alone.
+    Raises `PermissionError` if other users may write to the folder of records.
     """
     folder = records_folder()
     path = folder / f"{record['identity']}.json"
     temporary = path.with_suffix(f".{os.getpid()}")
+    # A lab that ends removes the folder if it is empty, perhaps between two of these lines. Then
+    # they are repeated.
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         try:
             _check_owner(folder)
             temporary.write_text(json.dumps(record))
             temporary.replace(path)
-        except FileNotFoundError:  # another lab that ended has removed the empty folder
+        except FileNotFoundError:
             continue
         return path
 
 
 def read_records() -> list[dict[str, Any]]:
-    """Read the records of all labs of this user, alive or not.
+    """Read the records of all labs of this user, running or not.
 
-    `PermissionError` if another user could have written them.
+    Raises `PermissionError` if another user could have written them.
     """
-    known = []
+    records = []
     with suppress(FileNotFoundError):
         _check_owner(records_folder())
     for path in sorted(records_folder().glob("*.json")):
-        with suppress(FileNotFoundError):  # it has ended since
-            known.append(json.loads(path.read_text()))
-    return known
+        with suppress(FileNotFoundError):  # the lab has ended meanwhile
+            records.append(json.loads(path.read_text()))
+    return records
 
 
 def _check_owner(folder: Path) -> None:
-    """Check that records are our own, as they say what is to be ended and removed."""
+    """Check that only this user can write records, because they say what is killed and removed."""
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid() or state.st_mode & 0o077:
         raise PermissionError(
@@ -100,6 +106,7 @@ def _check_owner(folder: Path) -> None:
 
 def drop_partial_records() -> None:
     """Remove records whose writer was killed before they were complete."""
+    # the name of a file that isn't complete ends with the number of its writer
     for path in records_folder().glob("*.[0-9]*"):
         if not start_ticks(int(path.suffix[1:])):
             path.unlink(missing_ok=True)
@@ -115,11 +122,13 @@ def forget_record(identity: str) -> None:
 
 
 def start_ticks(process: int) -> str:
-    """Return when a process began, in ticks since the machine did; empty if there is none.
+    """Find the start time of a process, in ticks since the machine started; empty if it has ended.
 
-    Numbers are used again, these pairs are not.
+    Process numbers are used again, but a number together with its start time is unique.
     """
     try:
+        # The second field is the program's name, which may hold blanks and brackets. Fields are
+        # counted from its last bracket on: 0 is the state, 19 the start time.
         fields = (_PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return ""
@@ -134,22 +143,20 @@ def is_alive(record: dict[str, Any]) -> bool:
 
 
 def processes_inside(networks: Iterable[str]) -> list[int]:
-    """List the processes in these networks ("net:[4026532184]"), as far as this one can see
-    them.
-    """
+    """List the visible processes in these networks ("net:[4026532184]")."""
     wanted = set(networks)
     return [process for process in other_processes() if wanted and _network_of(process) in wanted]
 
 
 def other_processes() -> list[int]:
-    """List all processes but this one."""
+    """List all processes except this one."""
     return [
         int(entry) for entry in os.listdir(_PROC) if entry.isdigit() and int(entry) != os.getpid()
     ]
 
 
 def processes_marked(identity: str) -> list[int]:
-    """List the processes that were started by this lab, by their environment."""
+    """List the processes whose environment says that this lab has started them."""
     wanted = f"{MARK}={identity}".encode()
     pids = []
     for process in other_processes():
@@ -169,27 +176,33 @@ def processes_in_groups(folders: Iterable[str]) -> list[int]:
 
 
 def kill_processes(find: Any) -> list[int]:
-    """Send SIGKILL to all processes that `find()` gives, until it gives none; return those that
-    don't end.
+    """Kill all processes that `find()` lists, again and again until it lists none.
+
+    Returns the processes that still run after 5 seconds.
     """
-    late = time.monotonic() + _END_SECONDS
-    while living := [process for process in find() if process != os.getpid()]:
-        # stopped first, so that none sees another die, or makes more
+    deadline = time.monotonic() + _END_SECONDS
+    while alive := [process for process in find() if process != os.getpid()]:
+        # All are stopped before one is killed: so none sees another one die, or starts more.
         for signum in (signal.SIGSTOP, signal.SIGKILL):
-            for process in living:
+            for process in alive:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(process, signum)
-        if time.monotonic() > late:
-            return living
+        if time.monotonic() > deadline:
+            return alive
         time.sleep(_ROUND_SECONDS)
     return []
 
 
 def sweep_lab(record: dict[str, Any], *, trusted: bool) -> list[str]:
-    """Remove all that the lab of this record has left; return what couldn't be removed.
+    """Remove everything that the lab of this record has left behind.
 
-    `trusted` says that the networks of the record are still this lab's (the caller holds them):
-    their numbers are used again.
+    Args:
+        record: The record of the lab; it is removed too, if nothing else is left.
+        trusted: The caller holds the networks of the record. Otherwise their numbers may belong
+            to other networks by now, and processes inside them are left alone.
+
+    Returns:
+        The processes, control groups and folders that couldn't be removed.
     """
     groups = [folder for host in record["hosts"] for folder in host["cgroups"]]
     networks = [host["network"] for host in record["hosts"]] if trusted else []
@@ -201,26 +214,28 @@ def sweep_lab(record: dict[str, Any], *, trusted: bool) -> list[str]:
             *processes_marked(record["identity"]),
         } - {record["keeper"]}
 
-    left = [f"process {pid}" for pid in kill_processes(lab)]
+    # Processes first: a control group can be removed once no process is inside.
+    leftovers = [f"process {pid}" for pid in kill_processes(lab)]
     for folder in groups:
         if not _remove_group(Path(folder)):
-            left.append(folder)
+            leftovers.append(folder)
     shutil.rmtree(record["folder"], ignore_errors=True)
     if os.path.exists(record["folder"]):
-        left.append(record["folder"])
-    if not left:
+        leftovers.append(record["folder"])
+    if not leftovers:
         forget_record(record["identity"])
-    return left
+    return leftovers
 
 
 def _remove_group(folder: Path) -> bool:
-    late = time.monotonic() + _END_SECONDS
-    while time.monotonic() < late:
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
         try:
             folder.rmdir()
         except FileNotFoundError:
             return True
         except OSError as error:
+            # busy: a killed process is still ending
             if error.errno != errno.EBUSY:
                 return False
             time.sleep(_ROUND_SECONDS)
@@ -237,20 +252,25 @@ def _network_of(process: int) -> str:
 
 
 def watch_lab(path: Path) -> None:
-    """Wait until the lab is done or dead; then sweep what its record, as it is by then, names."""
+    """Wait until the lab has ended, and remove what it has left if it was killed.
+
+    The record is read again at the end, because the lab has added to it.
+    """
+    # Signals of the lab's terminal reach the keeper too, and it has to outlive the lab.
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
-    heard = b""
+    received = b""
     poll = select.poll()
     poll.register(0, select.POLLIN)
     lab = json.loads(path.read_text())
-    while is_alive(lab):  # a child that it has forked may hold the pipe open
+    # The pipe alone doesn't tell: a child that the lab has forked may hold it open.
+    while is_alive(lab):
         if poll.poll(1000 * _LOOK_SECONDS):
-            data = os.read(0, 1 << 12)
-            heard += data
-            if not data:
+            chunk = os.read(0, 1 << 12)
+            received += chunk
+            if not chunk:
                 break
-    if b"done" not in heard and path.exists():
+    if b"done" not in received and path.exists():
         sweep_lab(json.loads(path.read_text()), trusted=True)
 
 

@@ -1,4 +1,4 @@
-"""The commands of `paceline lab`: each returns its exit code, and writes to this terminal."""
+"""The commands of `paceline lab`: each one writes to this terminal, and returns its exit code."""
 
 from __future__ import annotations
 
@@ -24,10 +24,16 @@ _SHELL: Final = "/bin/sh"
 def run_in_lab(
     cluster: str, placement: str | None, start: running.LabRequest, *, kept: bool = True
 ) -> int:
-    """Build the cluster, run it all, take the cluster down; the exit code is the one that `paceline
-    run` gives.
+    """Build a cluster, run a script on it, and take the cluster down.
 
-    `kept`: the run's folder stays, so it is named.
+    Args:
+        cluster: The name or the file of a cluster.
+        placement: How ranks are dealt to hosts (None: as the cluster says).
+        start: The script and the options of the run.
+        kept: The run's folder stays after the run, so its path is printed. Default: True.
+
+    Returns:
+        The exit code of `paceline run`.
     """
     description = find_cluster(cluster)
     if placement is not None:
@@ -48,13 +54,14 @@ def run_in_lab(
 
 
 def build_and_run(description: Description, start: running.LabRequest) -> running.Outcome:
-    """Build the cluster, describe it on this terminal where the run is shown there, run it all, and
-    take the cluster down.
+    """Build a cluster, run a script on it, and take the cluster down.
 
-    Ctrl-C raises `KeyboardInterrupt`, SIGTERM and SIGHUP `SystemExit`, when everything has ended.
+    The cluster is described on this terminal if the run is shown there. Ctrl-C raises
+    `KeyboardInterrupt`, and SIGTERM and SIGHUP raise `SystemExit`, when everything has ended.
     """
     from paceline.lab.hosts import Cluster
 
+    # Mistakes of the user come first, while nothing is built.
     chaos.list_faults(start.faults, description)
     running.check_request(start)
     kernel.seek_rights()
@@ -65,24 +72,26 @@ def build_and_run(description: Description, start: running.LabRequest) -> runnin
 
 
 def describe_cluster(description: Description) -> str:
-    """Describe a cluster in a line: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of
-    1gbit`.
+    """Describe a cluster in one line.
+
+    An example: `lab two-hosts: 2 hosts, 4 workers dealt in blocks, links of 1gbit`.
     """
-    sides = {(host.up, host.down) for host in description.hosts}
+    rates = {(host.up, host.down) for host in description.hosts}
+    # one rate is named only if it holds for all hosts, up and down
     links = "unequal links"
-    if len(sides) == 1 and len(set(*sides)) == 1:
-        rate = next(iter(sides))[0]
+    if len(rates) == 1 and len(set(*rates)) == 1:
+        rate = next(iter(rates))[0]
         links = "unlimited links" if rate is None else f"links of {spell_rate(rate)}"
     racks = f" in {len(description.racks)} racks" if description.racks else ""
-    dealt = "in blocks" if description.placement == "block" else description.placement
+    placement = "in blocks" if description.placement == "block" else description.placement
     return (
         f"lab {description.name}: {len(description.hosts)} hosts{racks}, {description.workers} "
-        f"workers dealt {dealt}, {links}"
+        f"workers dealt {placement}, {links}"
     )
 
 
 def show_abilities() -> int:
-    """Show what this machine can do; 0 if a lab can run here."""
+    """Show the abilities of this machine; the exit code is 0 if a lab can run here."""
     try:
         print(f"rights: {kernel.seek_rights()}")
     except ResourceError as error:
@@ -93,26 +102,35 @@ def show_abilities() -> int:
     for ability in abilities:
         state = "yes" if not ability.reason else "MISSING" if ability.needed else "no"
         print(f"{ability.name:{width}}  {state:7}  {ability.reason or ability.purpose}")
-    able = not any(ability.needed and ability.reason for ability in abilities)
-    print("a lab can run here" if able else "no lab can run here")
-    return 0 if able else 1
+    can_run = not any(ability.needed and ability.reason for ability in abilities)
+    print("a lab can run here" if can_run else "no lab can run here")
+    return 0 if can_run else 1
 
 
 def remove_leftovers() -> int:
-    """Remove leftovers, and list them."""
+    """Remove what killed labs have left behind, and list it."""
     for line in cleaning.remove_leftovers() or ["nothing is left of any lab"]:
         print(line)
     return 0
 
 
 def open_shell(host: str, command: Sequence[str], identity: str | None = None) -> NoReturn:
-    """Become a shell in this host, or let one read this command: its words joined by blanks, as
-    ssh does it, so that mpirun is at home.
+    """Replace this process by a shell on a host of a running lab.
+
+    Args:
+        host: The name or the number of the host.
+        command: Words that are joined by blanks and read by the shell, as ssh does it, so that
+            mpirun can use this as its ssh. Empty: an interactive shell.
+        identity: The lab, if more than one runs.
+
+    Raises:
+        UsageError: No such lab runs, it has no such host, or it was started with other rights.
     """
     record = _find_running_lab(identity)
     seat = _find_host(record, host)
     process = record["process"]
     namespaces = [f"{kind}=/proc/{process}/fd/{fd}" for kind, fd in seat["fds"].items()]
+    # The user namespace is entered first: it gives the right to enter the others.
     try:
         if os.readlink(f"/proc/{process}/ns/user") != os.readlink("/proc/self/ns/user"):
             namespaces.insert(0, f"user=/proc/{process}/ns/user")
@@ -122,28 +140,29 @@ def open_shell(host: str, command: Sequence[str], identity: str | None = None) -
             "open the shell as the same user"
         ) from error
     groups = [f"{folder}/cgroup.procs" for folder in seat["cgroups"]]
-    surroundings = copy_environment()
-    own = surroundings.get("SHELL", _SHELL)
-    words = [own, "-c", " ".join(command)] if command else [own]
-    surroundings |= {
+    environ = copy_environment()
+    shell = environ.get("SHELL", _SHELL)
+    program = [shell, "-c", " ".join(command)] if command else [shell]
+    environ |= {
         remains.MARK: record["identity"],
         "TMPDIR": f"{record['folder']}/{seat['name']}",
     }
-    line = [
+    # A small script enters the namespaces and groups, then becomes the shell.
+    entry_command = [
         sys.executable,
         "-I",
         "-S",
         str(Path(enter.__file__)),
         ",".join(namespaces),
         ",".join(groups) or "-",
-        *words,
+        *program,
     ]
     sys.stdout.flush()
-    os.execve(line[0], line, surroundings)
+    os.execve(entry_command[0], entry_command, environ)
 
 
 def _find_running_lab(identity: str | None) -> dict[str, Any]:
-    """Find the record of the lab that runs, or of the one that is asked for."""
+    """Find the record of the lab with this identity, or of the only one that runs."""
     labs = {
         record["identity"]: record for record in remains.read_records() if remains.is_alive(record)
     }
@@ -153,16 +172,17 @@ def _find_running_lab(identity: str | None) -> dict[str, Any]:
         return labs[identity]
     if not labs:
         raise UsageError(
-            "no lab runs: start one in another terminal, with `paceline lab run CLUSTER SCRIPT`"
+            "no lab runs: start one in another terminal with `paceline lab run CLUSTER SCRIPT`"
         )
     if len(labs) > 1:
         names = ", ".join(f"{lab} ({record['name']})" for lab, record in labs.items())
-        raise UsageError(f"{len(labs)} labs run: {names}; say which with --lab")
+        raise UsageError(f"{len(labs)} labs run: {names}; choose one with --lab")
     return next(iter(labs.values()))
 
 
 def _find_host(record: dict[str, Any], host: str) -> dict[str, Any]:
     seats = {str(seat["name"]): seat for seat in record["hosts"]}
+    # a host may be called 1, so a name counts before a number
     if host.isdigit() and int(host) < len(seats) and host not in seats:
         return dict(record["hosts"][int(host)])
     if host not in seats:
@@ -179,14 +199,16 @@ def _shorten_path(path: Path) -> Path:
 
 @contextmanager
 def _end_on_signals() -> Iterator[None]:
-    """Take the cluster down on SIGTERM and SIGHUP as on Ctrl-C, also while it is built."""
+    """Leave on SIGTERM and SIGHUP as on Ctrl-C, so that the cluster is taken down."""
 
     def leave(signum: int, frame: object) -> NoReturn:
         sys.exit(128 + signum)
 
-    before = {signum: signal.signal(signum, leave) for signum in (signal.SIGTERM, signal.SIGHUP)}
+    old_handlers = {
+        signum: signal.signal(signum, leave) for signum in (signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
-        for signum, handler in before.items():
+        for signum, handler in old_handlers.items():
             signal.signal(signum, handler)

@@ -304,7 +304,7 @@ def test_powersgd_finds_a_low_rank_in_two_steps_and_sends_little() -> None:
         (lambda: powersgd(2, inner=error_feedback(int8())), "put it around powersgd"),
         (
             lambda: powersgd(2, inner=after(3, error_feedback(int8()))),
-            "means nothing for the next ones",
+            "mean nothing for the next ones",
         ),
         (
             lambda: powersgd(2, inner=where(smaller(9), exact(), int8())),

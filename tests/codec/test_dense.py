@@ -109,7 +109,7 @@ def test_levels_of_a_block_that_is_not_finite_touch_no_other() -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: int8(block=0), r"int8\(block=0\): block is 0, and has to be a multiple of 2"),
+        (lambda: int8(block=0), r"int8\(block=0\): block is 0; choose a multiple of 2"),
         (lambda: int4(block=3), "multiple of 2"),
         (lambda: sign(block=12), "multiple of 8"),
         (lambda: int8(rounding="up"), "rounding='up' is unknown; possible: nearest, stochastic"),  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_a_block_of_levels_that_share_bytes_has_whole_bytes() -> None:
     class twobits(int4):
         packed = 4
 
-    with pytest.raises(UsageError, match="block is 6, and has to be a multiple of 4"):
+    with pytest.raises(UsageError, match="block is 6; choose a multiple of 4"):
         twobits(block=6)
     assert twobits(block=8).block == 8
 

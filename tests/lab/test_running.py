@@ -380,7 +380,7 @@ class TestRun:
         with pytest.raises(UsageError, match=r"the script none.py doesn't exist"):
             cluster.run("none.py")
         with pytest.raises(
-            UsageError, match="deadline is 0, and has to be a number of seconds above 0"
+            UsageError, match="deadline is 0; give a number of seconds above 0"
         ):
             cluster.run(script, deadline=0)
         with pytest.raises(UsageError, match="--threads is 0"):

@@ -83,7 +83,7 @@ class TestShell:
         build(hosts=1)
         assert (
             "labs run: " in (answer := call("shell", "0")).stderr
-            and "say which with --lab" in answer.stderr
+            and "choose one with --lab" in answer.stderr
             and answer.returncode == 2
         )
 
@@ -140,7 +140,7 @@ class TestCheck:
             pytest.skip("this kernel lets user 0 without rights make user namespaces")
         assert answer.returncode == 1 and answer.stdout.splitlines()[-1] == "no lab can run here"
         assert answer.stdout.startswith(
-            "rights: MISSING: this user hasn't root's rights, and may have no user namespace (the "
+            "rights: MISSING: this user isn't root, and may not make a user namespace (the "
             "kernel refused "
         )
         answer = subprocess.run(
