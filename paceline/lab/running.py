@@ -298,9 +298,12 @@ class _LabRun:
                 f"{cluster.hosts[host].name} is running already: let it join after it crashed, or "
                 "leave it out at the start"
             )
+        # Only the first launcher of a host names its rank. A later one joins like a new host.
+        is_first = host in self._present and not self._was_launched(host)
+        rank = self._present.index(host) if is_first else None
         process = cluster.spawn(
             host,
-            [*self._make_command(host), start.script, *start.args],
+            [*_make_command(start, cluster, self._present, host, rank), start.script, *start.args],
             environ=self._make_environ(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -317,46 +320,6 @@ class _LabRun:
             sources[descriptor] = LauncherOutput(host, self._desk, stream)
         with self._joining:
             self._launchers.append(_HostLauncher(host, process, sources))
-
-    def _make_command(self, host: int) -> list[str]:
-        """Make the command `paceline run` of a host, with its options and without the script."""
-        start, cluster = self._start, self._cluster
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "paceline",
-            "run",
-            "--workers",
-            str(cluster.hosts[host].workers),
-        ]
-        elastic = start.min_workers is not None
-        # A host that comes later joins the others, and never runs alone.
-        if len(self._present) > 1 or host not in self._present or elastic:
-            meeting_host = cluster.hosts[self._present[0]].address
-            command += [
-                "--hosts",
-                str(len(self._present) if elastic else max(2, len(self._present))),
-                "--join",
-                f"{meeting_host}:{PORT}",
-                "--secret-file",
-                str(cluster.secret),
-            ]
-            # Only the first launcher of a host names its rank. A later one joins like a new host.
-            command += (
-                ["--host-rank", str(self._present.index(host))]
-                if host in self._present and not self._was_launched(host)
-                else []
-            )
-            command += ["--placement", cluster.description.placement]
-        for option in (
-            "name",
-            "threads",
-            *(("min_workers", "restarts", "patience") if elastic or start.restarts else ()),
-        ):
-            value = getattr(start, option)
-            command += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
-        return command
 
     def _was_launched(self, host: int) -> bool:
         """Whether a launcher was started on this host before."""
@@ -544,3 +507,28 @@ def _read_output(launcher: _HostLauncher, descriptor: int) -> None:
         return
     launcher.sources.pop(descriptor).flush_line()
     os.close(descriptor)
+
+
+def _make_command(
+    start: LabRequest, cluster: RunTarget, present: Sequence[int], host: int, rank: int | None
+) -> list[str]:
+    """Make the command `paceline run` of a host, with its options and without the script.
+
+    `present`: the hosts that the job starts with. `rank`: the rank that this host names, if any.
+    """
+    command = [sys.executable, "-P", "-m", "paceline", "run"]
+    options: dict[str, object] = {"workers": cluster.hosts[host].workers}
+    elastic = start.min_workers is not None
+    # A host that comes later joins the others, and never runs alone.
+    if len(present) > 1 or host not in present or elastic:
+        options["hosts"] = len(present) if elastic else max(2, len(present))
+        options["join"] = f"{cluster.hosts[present[0]].address}:{PORT}"
+        options |= {"secret-file": cluster.secret, "host-rank": rank}
+        options["placement"] = cluster.description.placement
+    options |= {"name": start.name, "threads": start.threads}
+    if elastic or start.restarts:
+        options |= {"min-workers": start.min_workers, "restarts": start.restarts}
+        options["patience"] = start.patience
+    for option, value in options.items():
+        command += [] if value is None else [f"--{option}", str(value)]
+    return command

@@ -379,9 +379,7 @@ class TestRun:
         cluster, script = pair(), self.write(tmp_path, "")
         with pytest.raises(UsageError, match=r"the script none.py doesn't exist"):
             cluster.run("none.py")
-        with pytest.raises(
-            UsageError, match="deadline is 0; give a number of seconds above 0"
-        ):
+        with pytest.raises(UsageError, match="deadline is 0; give a number of seconds above 0"):
             cluster.run(script, deadline=0)
         with pytest.raises(UsageError, match="--threads is 0"):
             cluster.run(script, threads=0)
