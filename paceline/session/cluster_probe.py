@@ -47,8 +47,8 @@ def probe(run: Run, *, dtypes: Sequence[Dtype] = USUAL) -> Topology:
     """Measure the compute of each worker and the speed of each link. Collective.
 
     >>> with pl.start() as run:
-    ...     cluster = pl.probe(run)
-    ...     run.print(cluster.hosts, cluster.links)
+    ...     topology = pl.probe(run)
+    ...     run.print(topology.hosts, topology.links)
 
     It takes less than 20 seconds for 8 workers. Call it before loops or between them.
 
