@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from paceline.servers.process.row_optimizers import make_initial_values
 
 # of what is given: the field, the flow along x, the flow along y, and the diffusivity (see
-# `_scaled`)
+# `_scale_diffusivity`)
 CHANNELS = 4
 FIELD_WAVES, FLOW_WAVES = 4, 2  # the highest that are drawn, along each dimension
 DIFFUSIVITIES = (1e-3, 1e-2)  # the least that are drawn, and the most

@@ -3,7 +3,7 @@
 A view is a set of workers on which the launchers agree. New groups are made for each view.
 
     loss      any call fails -> the remaining workers meet in the new view, exchange their progress,
-              and go on together (`elastic.recover`)
+              and go on together (`elastic/recovery_plan.py`)
     joining   a new worker waits; the workers that train let it in between two turns, and send it
               their state
 

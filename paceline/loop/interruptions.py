@@ -2,14 +2,13 @@
 
 Each comes from counters of the thread that trains, which the kernel and Python keep anyway:
 
-    garbage collection   Python calls back before and after each one: seconds of the processor
-                         inside of it
-    stolen processor     /proc/self/task/N/schedstat: the thread could run and didn't, as another
-                         one ran or a quota was used up;
-                         in a virtual machine also /proc/stat, in which its host says how much it
-                         took; it is read once a second
-    swapping             major page faults; while there are any, the time for which the thread
-                         neither ran nor could
+    garbage collection   Python calls back before and after each one: its processor seconds
+    stolen processor     /proc/self/task/N/schedstat: the thread could run and didn't, because
+                         another one ran or a quota was used up;
+                         in a virtual machine also /proc/stat, once a second: its host says there
+                         how much it took
+    swapping             major page faults; while there are any, the time in which the thread
+                         neither ran nor could run
 """
 
 from __future__ import annotations
@@ -29,15 +28,14 @@ from paceline.trace import Trace
 PROC: Final = Path("/proc")
 LONG_NS: Final = 1_000_000  # a garbage collection that is worth a span
 LONGEST_FAULT: Final = 0.01  # seconds: the most that one page is taken to have been waited for
-# seconds for which a thread didn't run that are not looked into: to ask the kernel takes a tenth of
-# that
+# Seconds of standing still below which the kernel isn't asked: to ask takes a tenth of that.
 _SHORT = 2e-4
 _EVERY = 1.0  # seconds between two looks at what the host of a virtual machine takes
 _WHO = getattr(resource, "RUSAGE_THREAD", None)
 
 
 class Interruptions(NamedTuple):
-    """Seconds of a stretch of time in which a worker was interrupted; they don't overlap."""
+    """Seconds in which a worker was interrupted, by cause; they don't overlap."""
 
     collection: float = 0.0
     stolen: float = 0.0
@@ -52,7 +50,7 @@ class _Counters(NamedTuple):
 
 
 class InterruptionMeter:
-    """Measures interruptions of the thread that calls `take`, from its first call on.
+    """Measures interruptions of the thread that calls `take_interruptions`, from its first call on.
 
     `trace` gets long garbage collections.
     """
@@ -64,10 +62,10 @@ class InterruptionMeter:
         self._schedstat: FileIO | None = None
         self._closed = False
         self._last_counters = _Counters()
-        # seconds of the clock, and of this thread on a processor, at the last `take`
+        # seconds of the clock, and of this thread on a processor, at the last call
         self._clock = self._seconds_run = 0.0
-        self._collected = 0.0  # seconds since the last `take`
-        # when the one under way began, by the two clocks
+        self._collected = 0.0  # seconds of garbage collections since the last call
+        # beginning of the collection under way, by the two clocks
         self._collecting: tuple[float, int] | None = None
         self._looked_at, self._ticks = 0.0, 0
 
@@ -87,6 +85,7 @@ class InterruptionMeter:
         if threading.get_ident() != self._thread:
             self._follow_thread()
             return Interruptions()
+        # The thread stood still for whatever the clock has advanced more than its processor time.
         clock, ran = time.perf_counter(), time.thread_time()
         stood, self._clock, self._seconds_run = (
             (clock - self._clock) - (ran - self._seconds_run),
@@ -97,6 +96,7 @@ class InterruptionMeter:
         outside = 0.0 if clock - self._looked_at < _EVERY else self._measure_stolen(clock)
         if stood < _SHORT:
             return Interruptions(collection, min(outside, seconds - collection))
+        # Only a thread that stood still long enough is worth a question to the kernel.
         now, then = self._read_counters(), self._last_counters
         self._last_counters = now
         delayed = min(now.delayed - then.delayed, stood)
@@ -122,14 +122,14 @@ class InterruptionMeter:
             self._schedstat = None
 
     def _follow_thread(self) -> None:
-        """Measure the thread that calls this."""
+        """Measure the calling thread from now on."""
         if self._note_collection not in gc.callbacks:
             gc.callbacks.append(self._note_collection)
         if self._schedstat is not None:
             self._schedstat.close()
             self._schedstat = None
         self._thread = threading.get_ident()
-        with contextlib.suppress(OSError):  # `untold` says so
+        with contextlib.suppress(OSError):  # `unmeasured` says so
             self._schedstat = FileIO(
                 str(self._proc / f"self/task/{threading.get_native_id()}/schedstat")
             )

@@ -129,7 +129,7 @@ class CompressedExchange:
             self._context.announce(NARROWED)
         return chosen
 
-    def exchange_buckets(
+    def use_buckets(
         self,
         buckets: Sequence[Bucket],
         names: Sequence[str],

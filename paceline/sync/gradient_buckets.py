@@ -108,7 +108,7 @@ class GradientBuckets:
         parameters = [slot.parameter for slot in slots]
         self._memory = BucketMemory(self.layout, self.home, parameters, self._reducer)
         if self._coded is not None:
-            self._coded.exchange_buckets(self.layout, [slot.name for slot in slots], shapes, kinds)
+            self._coded.use_buckets(self.layout, [slot.name for slot in slots], shapes, kinds)
         self.forget_backward()
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,8 +2,8 @@
 
 It runs on the first server, and decides which worker may go on, and with which samples:
 
-    worker 0   take turn tick | take turn tick | take ...      clock 2
-    worker 1   take turn ........ tick | take turn ...         clock 1    may be `bound` turns ahead
+    worker 0   take .. complete | take .. complete | take ..  clock 2
+    worker 1   take .......... complete | take ..           clock 1    may be `bound` turns ahead
                                                                of the slowest, and waits then
     scheduler  deals each global batch of an epoch piece by piece to the workers that ask, and
                remembers which worker works on which piece

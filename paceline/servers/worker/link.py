@@ -35,7 +35,8 @@ class ServerLink:
     Optimizers are numbered in the order of `optimizers`: first the ones that have parameters on
     servers, then the ones that have only sparse tables. `optimizers` and `steps_taken` have the
     same length. A unit is pushed at most once in a step, except for gradients that were changed
-    afterwards. `_share`, `_owed` and `_lost` describe the turn under way.
+    afterwards. `_step_share`, `_carried_turn` and
+    `_backward_loss` describe the turn under way.
 
     Args:
         context: The group of workers, its agreement and its deadline.

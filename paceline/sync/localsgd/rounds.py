@@ -118,9 +118,7 @@ class LocalSGDSync:
         ]
         buckets = build_buckets(shapes, [run for run, _ in runs], self._allocate_flat)
         if self._coded is not None:
-            self._coded.exchange_buckets(
-                buckets, [slot.name for slot in self._slots], shapes, kinds
-            )
+            self._coded.use_buckets(buckets, [slot.name for slot in self._slots], shapes, kinds)
         for index, (bucket, (_, fragment)) in enumerate(zip(buckets, runs, strict=True)):
             start = self._read_parameters(bucket, torch.zeros_like(bucket.flat))
             memory = self._options.outer.begin(start)
