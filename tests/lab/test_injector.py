@@ -72,13 +72,13 @@ class Paper:
 WORKER = """
 import sys, time
 from pathlib import Path
-from paceline.cluster.control.progress import Page
-page = Page(Path(sys.argv[1]), deadline=20)
+from paceline.cluster.control.progress import ProgressPage
+page = ProgressPage(Path(sys.argv[1]), deadline=20)
 for step in range(int(sys.argv[2])):
-    page.reach(step)
+    page.reach_step(step)
     print(step, flush=True)
     time.sleep(float(sys.argv[3]))
-    page.passed(step + 1)
+    page.write_step(step + 1)
 """
 
 
