@@ -150,10 +150,10 @@ class TestQuotas:
 class TestActs:
     def test_cut_and_mend(self, pair):
         cluster = pair()
-        server = cluster.hosts[1].space.inside(socket.socket)
+        server = cluster.hosts[1].space.call_inside(socket.socket)
         server.bind((cluster.hosts[1].address, 0))
         server.listen()
-        client = cluster.hosts[0].space.inside(socket.socket)
+        client = cluster.hosts[0].space.call_inside(socket.socket)
         client.connect(server.getsockname())
         other, _ = server.accept()
         other.settimeout(0.3)
@@ -185,7 +185,7 @@ class TestActs:
             pair().start(1)
 
     def test_hosts_that_are_not_there(self, pair):
-        with pytest.raises(UsageError, match="there is no host 2: 2x1 has 0 to 1"):
+        with pytest.raises(UsageError, match="there is no host 2: 2x1 has hosts 0 to 1"):
             pair().cut(2)
 
 
