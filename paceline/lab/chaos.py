@@ -1,20 +1,21 @@
-"""Faults as data: what is to go wrong, where, and when; written the same way in Python, on the
-command line and in `repr`.
+"""Faults as data: each says what goes wrong, in which place, and before which step.
 
-    verb    what happens                                                   undone
+A fault is written in the same way in Python, on the command line and in `repr`.
+
+    verb    effect                                                         undone
     kill    SIGKILL to one worker                                          never
     stop    SIGSTOP to one worker and its readers                          SIGCONT after `seconds`
     cut     a host's network is unplugged                                  after `seconds`
     slow    a host gets `factor` of its processors                         after `seconds`, if given
     link    a host's network gets another bandwidth                        after `seconds`, if given
     crash   a host loses its power: its processes and its network go       never
-    join    a host that the job was started without (or that has crashed)  never
-            starts its launcher
+    join    a host that was absent at the start (or has crashed) starts    never
+            its launcher
     storm   faults drawn from a seed
 
-A fault comes when the worker it concerns (of a host, the first) has taken `step` steps and is about
-to begin the next: 0 is before the first. That worker is held there until the fault has been carried
-out.
+A fault is carried out when its worker has taken `step` steps and is about to begin the next; 0 is
+before the first step. The worker of a fault that concerns a host is the first one of that host. The
+worker is held at this place until the fault has been carried out.
 """
 
 from __future__ import annotations
@@ -33,31 +34,34 @@ from paceline.lab.description import Description, Rate, parse_rate, spell_rate
 
 
 class _NotedFault:
-    """Gives a fault its notation as `repr`: the verb, which is the class's name in small
-    letters, with all arguments but defaults.
+    """Base of all faults: shows a fault in its notation, and checks its fields.
+
+    The notation is the verb, which is the lower-case name of the class, with all arguments that
+    differ from their defaults.
     """
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [
-            (field.name, getattr(self, field.name))
+        arguments = ", ".join(
+            f"{field.name}={getattr(self, field.name)!r}"
             for field in fields
             if getattr(self, field.name) != field.default
-        ]
-        return f"{type(self).__name__.lower()}({', '.join(f'{name}={value!r}' for name, value in given)})"  # noqa: E501
+        )
+        return f"{type(self).__name__.lower()}({arguments})"
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
+            # None is fine where it is the default; a field without a default is always checked.
             if field.name in _CHECKS and (value is not None or field.default is MISSING):
-                holds, wanted = _CHECKS[field.name]
-                if not holds(value):
+                is_valid, wanted = _CHECKS[field.name]
+                if not is_valid(value):
                     raise UsageError(f"{self!r}: {field.name} is {value!r}, and has to be {wanted}")
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Kill(_NotedFault):
-    """Sends SIGKILL to this rank's process.
+    """Kills the process of a rank (SIGKILL).
 
     >>> cluster.run("train.py", faults=[lab.kill(rank=1, step=10)])
     """
@@ -68,7 +72,7 @@ class Kill(_NotedFault):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Stop(_NotedFault):
-    """Stops the process of a rank, and its readers, for some seconds (SIGSTOP, then SIGCONT).
+    """Stops the process of a rank and its readers for a time (SIGSTOP, then SIGCONT).
 
     >>> cluster.run("train.py", faults=[lab.stop(rank=1, step=10, seconds=2.0)])
     """
@@ -80,9 +84,11 @@ class Stop(_NotedFault):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Cut(_NotedFault):
-    """Cuts this host off for so many seconds: no packet gets in or out, and no process is notified.
+    """Unplugs the network of a host for a time.
 
     >>> cluster.run("train.py", faults=[lab.cut(host=1, step=10, seconds=2.0)])
+
+    No packet gets in or out, and no process is notified.
     """
 
     host: int
@@ -92,13 +98,13 @@ class Cut(_NotedFault):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Slow(_NotedFault):
-    """Leaves this host `factor` of its processors, for so many seconds or to the end.
+    """Leaves a host only a part of its processors, for a time or to the end of the run.
 
     >>> cluster.run("train.py", faults=[lab.slow(host=1, factor=0.5, step=10)])
 
-    `factor` multiplies the quota of the cluster's description; a host without one counts as having
-    as many cores as its workers have threads, though not more than the machine has. Later ones
-    replace earlier ones: they don't multiply.
+    `factor` multiplies the quota in the cluster's description. A host without a quota counts as
+    having one core for each thread of its workers, but no more cores than the machine. If two such
+    faults overlap, the later one replaces the earlier one; their factors aren't multiplied.
     """
 
     host: int
@@ -109,12 +115,12 @@ class Slow(_NotedFault):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Link(_NotedFault):
-    """Changes the rate of a host's link ("10mbit", or bits per second), for a time or to the end.
+    """Changes the rate of a host's link, for a time or to the end of the run.
 
     >>> cluster.run("train.py", faults=[lab.link(host=1, bandwidth="10mbit", step=10, seconds=5.0)])
 
-    `bandwidth` is for both directions, `up` for sending, `down` for receiving. A direction that
-    isn't given stays as it is.
+    Rates are texts such as "10mbit", or numbers of bits per second. `bandwidth` is for both
+    directions, `up` for sending, `down` for receiving. A direction that isn't given stays as it is.
     """
 
     host: int
@@ -126,35 +132,35 @@ class Link(_NotedFault):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sides = self.up is not None or self.down is not None
-        if self.bandwidth is None and not sides:
+        has_direction = self.up is not None or self.down is not None
+        if self.bandwidth is None and not has_direction:
             raise UsageError(
                 f"{self!r} changes nothing: give bandwidth='10mbit', or one of up and down"
             )
-        if self.bandwidth is not None and sides:
+        if self.bandwidth is not None and has_direction:
             raise UsageError(
-                f"{self!r} has a bandwidth, which is that of both directions, and up or down "
-                "besides: leave one out"
+                f"{self!r} gives bandwidth, which is for both directions, together with up or "
+                "down: leave one out"
             )
         for name in ("bandwidth", "up", "down"):
             if getattr(self, name) is not None:
                 parse_rate(getattr(self, name), f"{self!r}: {name}")
 
     def sides(self) -> tuple[Rate | None, Rate | None]:
-        """Return the new limits of sending and receiving in bits per second; None: as before."""
+        """Compute the new limits of sending and receiving, in bits per second (None: unchanged)."""
         up, down = (
-            side if self.bandwidth is None else self.bandwidth for side in (self.up, self.down)
+            rate if self.bandwidth is None else self.bandwidth for rate in (self.up, self.down)
         )
         return None if up is None else parse_rate(up), None if down is None else parse_rate(down)
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Crash(_NotedFault):
-    """Takes the power of a host: nothing leaves it any more, and all its processes are gone.
+    """Cuts the power of a host: its network goes down, and all its processes are killed.
 
     >>> cluster.run("train.py", faults=[lab.crash(host=1, step=10)], min_workers=1)
 
-    The launcher is one of them.
+    Its launcher is killed too.
     """
 
     host: int
@@ -163,19 +169,19 @@ class Crash(_NotedFault):
 
 @dataclass(frozen=True, repr=False, kw_only=True)
 class Join(_NotedFault):
-    """Lets a host start its launcher only when the first worker of the others is at a step.
+    """Starts the launcher of a host only when the job has reached a step.
 
     >>> cluster.run("train.py", faults=[lab.join(host=1, step=10)], min_workers=1)
 
-    The host itself exists from the start. If it has crashed before, it was in the job from the
-    start; this is its return.
+    The step is counted by the first worker of the other hosts. The host itself exists from the
+    start. A host with an earlier `crash` is in the job from the start, and returns with this fault.
     """
 
     host: int
     step: int
 
 
-# the kinds of a storm: a host that joins was left out from the start
+# The kinds of a storm. There is no join, since its host would be absent from the start.
 Drawn = Literal["stop", "cut", "slow", "link", "kill", "crash"]
 _DRAWN: Final = get_args(Drawn)
 Fault: TypeAlias = Kill | Stop | Cut | Slow | Link | Crash | Join
@@ -187,8 +193,15 @@ class Storm(_NotedFault):
 
     >>> cluster.run("train.py", faults=[lab.storm(seed=1, faults=3, kinds=("stop", "slow"))])
 
-    The same seed gives the same faults in the same cluster. `kinds` are verbs; kill and crash are
-    possible too, join isn't. Each fault lasts a time between the two `seconds`.
+    The same seed gives the same faults in the same cluster.
+
+    Args:
+        seed: Seed of the random generator.
+        faults: Number of faults. Default: 5.
+        steps: Faults come before steps 0 to `steps` - 1. Default: 100.
+        kinds: Verbs to draw from; kill and crash are possible too, join isn't. Default: stop, cut,
+            slow and link.
+        seconds: Shortest and longest duration of a fault. Default: 0.5 to 3.
     """
 
     seed: int
@@ -198,6 +211,7 @@ class Storm(_NotedFault):
     seconds: Sequence[float] = (0.5, 3.0)
 
     def __post_init__(self) -> None:
+        # A frozen dataclass is hashable only if its fields are, so lists become tuples.
         for name in ("kinds", "seconds"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name, least in (("seed", 0), ("faults", 1), ("steps", 1)):
@@ -226,9 +240,9 @@ class Storm(_NotedFault):
             )
 
     def draw_faults(self, cluster: Description, late: frozenset[int] = frozenset()) -> list[Fault]:
-        """Draw the faults of this storm in that cluster, by step; the same every time.
+        """Draw the faults of this storm for a cluster, in the order of their steps.
 
-        Hosts that are `late` are spared.
+        Hosts in `late`, which join later, get no faults.
         """
         generator = random.Random(self.seed)
         hosts = [host for host in range(len(cluster.hosts)) if host not in late]
@@ -236,19 +250,15 @@ class Storm(_NotedFault):
         return sorted(drawn, key=lambda fault: fault.step)
 
     def _draw_one(self, generator: random.Random, cluster: Description, hosts: list[int]) -> Fault:
-        kind, step = (
-            self.kinds[_draw_below(generator, len(self.kinds))],
-            _draw_below(generator, self.steps),
-        )
-        host, rank = (
-            hosts[_draw_below(generator, len(hosts))],
-            _draw_below(generator, sum(cluster.hosts[index].workers for index in hosts)),
-        )
+        # Every kind draws all six numbers, so the steps and places of a seed stay the same when the
+        # kinds of the storm change.
+        kind = self.kinds[_draw_below(generator, len(self.kinds))]
+        step = _draw_below(generator, self.steps)
+        host = hosts[_draw_below(generator, len(hosts))]
+        rank = _draw_below(generator, sum(cluster.hosts[index].workers for index in hosts))
         shortest, longest = self.seconds
-        seconds, part = (
-            round(shortest + (longest - shortest) * generator.random(), 2),
-            round(0.1 + 0.8 * generator.random(), 2),
-        )
+        seconds = round(shortest + (longest - shortest) * generator.random(), 2)
+        factor = round(0.1 + 0.8 * generator.random(), 2)
         match kind:
             case "kill":
                 return Kill(rank=rank, step=step)
@@ -257,19 +267,20 @@ class Storm(_NotedFault):
             case "cut":
                 return Cut(host=host, seconds=seconds, step=step)
             case "slow":
-                return Slow(host=host, factor=part, step=step, seconds=seconds)
+                return Slow(host=host, factor=factor, step=step, seconds=seconds)
             case "link":
-                most = min(
+                # The new rate is a part of the slower direction, in whole kbit.
+                slower_rate = min(
                     (
-                        side
-                        for side in (cluster.hosts[host].up, cluster.hosts[host].down)
-                        if side is not None
+                        rate
+                        for rate in (cluster.hosts[host].up, cluster.hosts[host].down)
+                        if rate is not None
                     ),
                     default=_UNLIMITED,
                 )
                 return Link(
                     host=host,
-                    bandwidth=spell_rate(max(int(most * part / 1e3) * 1000, _SLOWEST)),
+                    bandwidth=spell_rate(max(int(slower_rate * factor / 1e3) * 1000, _SLOWEST)),
                     step=step,
                     seconds=seconds,
                 )
@@ -277,7 +288,7 @@ class Storm(_NotedFault):
                 return Crash(host=host, step=step)
 
 
-# as they are written
+# The verbs, as users write them.
 kill, stop, cut, slow, link, crash, join, storm = Kill, Stop, Cut, Slow, Link, Crash, Join, Storm
 
 VERBS: Final[notation.Vocabulary] = {
@@ -286,9 +297,10 @@ VERBS: Final[notation.Vocabulary] = {
 
 
 def parse_faults(text: str) -> list[Fault | Storm]:
-    """Parse the faults in `text`: one, or several in brackets.
+    """Parse a text with one fault, or with several faults in brackets.
 
-    Raises `UsageError` with text, found and possible.
+    Raises:
+        NotationError: The text isn't a fault; the message has the text and the possible words.
     """
     try:
         parsed = notation.parse_notation(text, VERBS)
@@ -298,9 +310,14 @@ def parse_faults(text: str) -> list[Fault | Storm]:
 
 
 def collect_faults(given: Any, text: str | None = None) -> list[Fault | Storm]:
-    """Collect faults in one flat list, from objects, texts and lists of both.
+    """Collect faults from objects, texts and lists of both, in one flat list.
 
-    Raises `UsageError` for anything else.
+    Args:
+        given: A fault, a text, or a list or tuple of them.
+        text: The text that `given` was parsed from, for messages. Default: none.
+
+    Raises:
+        UsageError: An item is something else.
     """
     if isinstance(given, str):
         return parse_faults(given)
@@ -308,29 +325,32 @@ def collect_faults(given: Any, text: str | None = None) -> list[Fault | Storm]:
         return [fault for item in given for fault in collect_faults(item, text)]
     if not isinstance(given, Fault | Storm):
         raise UsageError(
-            f"{given!r}{'' if text is None else f' in {text!r}'} is no fault: "
+            f"{given!r}{'' if text is None else f' in {text!r}'} isn't a fault: "
             f"write it as kill(rank=2, step=5); verbs: {', '.join(VERBS)}"
         )
     return [given]
 
 
 def list_faults(given: Any, cluster: Description) -> list[Fault]:
-    """List all faults for a run in that cluster, storms drawn.
+    """List all faults of a run in a cluster, with the faults that its storms draw.
 
-    Raises `UsageError` for a rank or host that it doesn't have.
+    Raises:
+        UsageError: The cluster has no such rank or host, all its hosts join later, or a host joins
+            twice.
     """
-    asked = collect_faults(given)
-    late = absent_hosts(asked)
+    collected = collect_faults(given)
+    late = absent_hosts(collected)
     if len(late) == len(cluster.hosts):
         raise UsageError(
-            f"every host of {cluster.name} is to join later, so there is no job to join: "
+            f"all hosts of {cluster.name} join later, so there is no job to join: "
             "leave one join(...) out"
         )
     faults = [
         fault
-        for item in asked
+        for item in collected
         for fault in (item.draw_faults(cluster, late) if isinstance(item, Storm) else [item])
     ]
+    # Hosts that join later have no ranks at the start, so no fault can name such a rank.
     workers = sum(host.workers for index, host in enumerate(cluster.hosts) if index not in late)
     for fault in faults:
         if isinstance(fault, Kill | Stop):
@@ -338,33 +358,36 @@ def list_faults(given: Any, cluster: Description) -> list[Fault]:
         else:
             target, count, kind = fault.host, len(cluster.hosts), "host"
         if target >= count:
-            start = " at the start" if late and kind == "rank" else ""
+            suffix = " at the start" if late and kind == "rank" else ""
             raise UsageError(
                 f"{fault!r}: there is no {kind} {target}: {cluster.name} has {kind}s 0 to "
-                f"{count - 1}{start}"
+                f"{count - 1}{suffix}"
             )
     joining = [fault.host for fault in faults if isinstance(fault, Join)]
     for host in joining:
         if joining.count(host) > 1:
             raise UsageError(
-                f"join(host={host}, ...) is there {joining.count(host)} times: a host joins once"
+                f"join(host={host}, ...) is given {joining.count(host)} times: a host joins once"
             )
     return faults
 
 
 def absent_hosts(faults: Iterable[Fault | Storm]) -> frozenset[int]:
-    """Return the hosts that the job starts without, since they join later: all that join, but
-    for those that had crashed before.
+    """Find the hosts that are absent when the job starts, because they join later.
+
+    A host that crashes and then joins again isn't absent at the start.
     """
-    listed = list(faults)
-    crashed = {fault.host: fault.step for fault in listed if isinstance(fault, Crash)}
+    fault_list = list(faults)
+    crash_steps = {fault.host: fault.step for fault in fault_list if isinstance(fault, Crash)}
     return frozenset(
-        f.host for f in listed if isinstance(f, Join) and crashed.get(f.host, math.inf) > f.step
+        fault.host
+        for fault in fault_list
+        if isinstance(fault, Join) and crash_steps.get(fault.host, math.inf) > fault.step
     )
 
 
 def _draw_below(generator: random.Random, limit: int) -> int:
-    # what Python promises to stay the same from one version to the next
+    # Python promises that random() keeps its numbers from version to version, unlike randrange().
     return int(generator.random() * limit)
 
 
@@ -387,5 +410,6 @@ _CHECKS: Final = {
     "seconds": (_is_positive, "a time in seconds, above 0"),
     "factor": (lambda value: _is_positive(value) and value <= 1, "above 0, and 1 at most"),
 }
-_UNLIMITED: Final = 10**9  # what a link without a limit counts as in a storm (bits per second)
+# Rates in a storm, in bits per second: that of a link without a limit, and the lowest one drawn.
+_UNLIMITED: Final = 10**9
 _SLOWEST: Final = 100_000

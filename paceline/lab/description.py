@@ -1,5 +1,6 @@
-"""The description of a cluster, as frozen data: hosts, their links, and racks; from TOML or from
-those that ship with paceline.
+"""The description of a cluster as frozen data: hosts, their links, and racks.
+
+A description comes from Python, from a TOML file, or from a ready-made file of paceline.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ Rate: TypeAlias = int  # bits per second
 
 MOST_HOSTS: Final = 200
 CLUSTERS: Final = Path(__file__).parent / "clusters"
-# bits per second; tbf counts bytes per second in 32 bits
+# Bits per second. The upper bound comes from tbf, which counts bytes per second in 32 bits.
 _SLOWEST, _FASTEST = 8_000, 34_000_000_000
+# The smallest units are a bit per second, a byte and a microsecond.
 _UNITS: Final[dict[str, dict[str, int]]] = {
     "rate": {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9},
     "size": {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30},
@@ -28,10 +30,11 @@ _UNITS: Final[dict[str, dict[str, int]]] = {
 }
 _EXAMPLES: Final = {"rate": "100mbit", "size": "2GB", "time": "20ms"}
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?")
-_MOST_WORKERS: Final = 1_000  # of a host
+_MOST_WORKERS: Final = 1_000  # in a host
 _LEAST_MEMORY, _MOST_MEMORY = 2**20, 2**50
 _LEAST_PROCESSORS, _MOST_PROCESSORS = 0.01, 10_000
-_LONGEST_DELAY: Final = 60.0  # seconds; netem counts a sixteenth of a microsecond in 32 bits
+# Seconds; netem counts sixteenths of a microsecond in 32 bits.
+_LONGEST_DELAY: Final = 60.0
 _SHOWN: Final = 60  # characters of a value in a message
 
 
@@ -48,7 +51,7 @@ class Host:
         memory: Limit in bytes. Default: none.
         up: Rate in bits per second at which it can send. Default: no limit.
         down: Rate in bits per second at which it can receive. Default: no limit.
-        delay: Seconds that each packet from this host is under way. Default: none.
+        delay: Seconds by which each packet from this host is delayed. Default: none.
     """
 
     name: str
@@ -62,11 +65,17 @@ class Host:
 
 @dataclass(frozen=True)
 class Rack:
-    """Hosts behind one link: `up` limits data that leaves the rack, `down` data that comes in.
+    """Hosts behind one shared link.
 
     >>> lab.Rack("left", hosts=("a", "b"), up=1_000_000_000)
 
-    Inside there is no limit but the hosts' own.
+    Data between two hosts of the rack is limited only by the hosts' own links.
+
+    Args:
+        name: Name of the rack.
+        hosts: Names of its hosts.
+        up: Rate in bits per second of all data that leaves the rack. Default: no limit.
+        down: Rate in bits per second of all data that enters the rack. Default: no limit.
     """
 
     name: str
@@ -77,12 +86,21 @@ class Rack:
 
 @dataclass(frozen=True)
 class Description:
-    """A whole cluster, as plain data.
+    """A cluster as plain data.
 
     >>> lab.Description("mine", hosts=(lab.Host("a"), lab.Host("b", workers=2)))
 
-    `placement` deals ranks to hosts. `needs_delay` is False if it may be built without delays when
-    netem is missing. The constructor checks it: `UsageError` names an impossible value.
+    Args:
+        name: Name of the cluster.
+        hosts: Its hosts, 1 to 200.
+        racks: Its racks; a host is in one rack at most. Default: none.
+        placement: How ranks are dealt to hosts. Default: "block".
+        needs_delay: False if the cluster may be built without delays when the kernel has no netem.
+            Default: True.
+        source: File from which it was read, for messages. Default: none.
+
+    Raises:
+        UsageError: A value is impossible; the message names it.
     """
 
     name: str
@@ -90,18 +108,18 @@ class Description:
     racks: tuple[Rack, ...] = ()
     placement: Placement = "block"
     needs_delay: bool = True
-    source: str = field(default="", compare=False)  # where it was read, for messages
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         _check_cluster(self)
 
     @property
     def workers(self) -> int:
-        """The number of workers of all hosts."""
+        """Number of workers in all hosts together."""
         return sum(host.workers for host in self.hosts)
 
     def find(self, name: str) -> int:
-        """Return the number of the host with this name, or of this number."""
+        """Find the index of a host by its name, or by the index as text."""
         names = [host.name for host in self.hosts]
         if name in names:
             return names.index(name)
@@ -111,7 +129,15 @@ class Description:
 
 
 def parse_rate(value: str | int, where: str = "the bandwidth") -> Rate:
-    """Parse bits per second, from text such as `100mbit` or from a number of bits per second."""
+    """Parse a rate, which is text such as `100mbit` or a number of bits per second.
+
+    Args:
+        value: The rate.
+        where: Name of the value, for messages. Default: "the bandwidth".
+
+    Raises:
+        UsageError: The rate can't be parsed, or is out of bounds.
+    """
     bits = (
         value
         if isinstance(value, int) and not isinstance(value, bool)
@@ -123,45 +149,53 @@ def parse_rate(value: str | int, where: str = "the bandwidth") -> Rate:
 
 
 def format_shortly(value: object) -> str:
-    """Format a value for a message: in one line, and the start of it where it is long."""
+    """Format a value for a message: on one line, and cut off if it is long."""
     try:
         text = " ".join((value if isinstance(value, str) else repr(value)).split())
-    except ValueError:  # Python writes no whole number of more than some thousand digits
+    except ValueError:
+        # Python refuses to write an integer of more than 4300 digits.
         return "a number of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def format_quoted(value: object) -> str:
-    """Format a value for a message, with the quotes of a text."""
+    """Format a value for a message, with quotes around text."""
     return format_shortly(repr(value) if isinstance(value, str) else value)
 
 
 def spell_rate(value: Rate | None) -> str:
-    """Write a rate in notation: `1gbit`."""
+    """Write a rate with the largest unit that fits, such as `1gbit`."""
     if value is None:
         return "unlimited"
+    units = _UNITS["rate"]
     unit = max(
-        (unit for unit, size in _UNITS["rate"].items() if value >= size),
-        key=lambda unit: _UNITS["rate"][unit],
+        (unit for unit, size in units.items() if value >= size), key=lambda unit: units[unit]
     )
-    return f"{value / _UNITS['rate'][unit]:g}{unit}"
+    return f"{value / units[unit]:g}{unit}"
 
 
 def make_regular(
     hosts: int, workers: int = 1, *, placement: Placement = "block", **each: Any
 ) -> Description:
-    """Make a cluster of equal hosts, `host0`, `host1`, ...; `each` is as in the TOML: bandwidth,
-    up, down, delay, processors, memory.
+    """Make a cluster of equal hosts, named `host0`, `host1`, and so on.
+
+    Args:
+        hosts: Number of hosts, 1 to 200.
+        workers: Number of workers on each host. Default: 1.
+        placement: How ranks are dealt to hosts. Default: "block".
+        each: Properties of each host, written as in a TOML file: bandwidth, up, down, delay,
+            processors, memory.
     """
     if not isinstance(hosts, int) or not 1 <= hosts <= MOST_HOSTS:
         raise UsageError(f"hosts is {format_shortly(hosts)}, and has to be 1 to {MOST_HOSTS}")
     reader = _TomlReader("the cluster")
-    given = {
+    # The same table that a file would have, so that both are checked by the same code.
+    table = {
         "workers": workers,
         **{name: value for name, value in each.items() if value is not None},
     }
-    reader.refuse_unknown_keys(given)
-    fields = reader.read_host(given, "each host")
+    reader.refuse_unknown_keys(table)
+    fields = reader.read_host(table, "each host")
     return Description(
         f"{hosts}x{workers}",
         tuple(Host(f"host{index}", **fields) for index in range(hosts)),
@@ -171,7 +205,7 @@ def make_regular(
 
 
 def list_ready_clusters() -> list[str]:
-    """Return the clusters that ship with paceline."""
+    """List the names of the clusters that ship with paceline."""
     return sorted(path.stem for path in CLUSTERS.glob("*.toml"))
 
 
@@ -190,7 +224,7 @@ def ready(name: str) -> Description:
 
 
 def find_cluster(text: str) -> Description:
-    """Find a cluster by the name of a ready-made one, or by the path of its file."""
+    """Find a cluster by the path of its file, or by the name of a ready-made one."""
     return read(text) if text.endswith(".toml") or "/" in text else ready(text)
 
 
@@ -199,23 +233,25 @@ def read(path: str | Path) -> Description:
 
     >>> cluster = lab.read("cluster.toml")
 
-    An error in it raises `UsageError` with file, key, value and the possible values.
+    Raises:
+        UsageError: The file has an error; the message has file, key, value and possible values.
     """
     try:
         content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
-            f"the cluster file {path} can't be read ({error.strerror}); ready-made ones: "
+            f"the cluster file {path} can't be read ({error.strerror}); ready-made clusters: "
             f"{', '.join(list_ready_clusters())}"
         ) from error
     except (ValueError, RecursionError) as error:
-        # of TOML, of UTF-8, of numbers of thousands of digits, of a thousand brackets
+        # ValueError: wrong TOML, wrong UTF-8, or a number of thousands of digits. RecursionError: a
+        # thousand brackets.
         raise UsageError(f"{path} isn't TOML: {error}") from error
     return _TomlReader(str(path)).read_description(content, Path(path).stem)
 
 
 def _parse_quantity(value: object, kind: str, where: str) -> float:
-    """Parse a number with a unit, in the smallest one of its kind."""
+    """Parse a number with a unit, and convert it to the smallest unit of its kind."""
     match = (
         re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip())
         if isinstance(value, str)
@@ -225,14 +261,13 @@ def _parse_quantity(value: object, kind: str, where: str) -> float:
     if match is None or match[2] not in units:
         raise UsageError(
             f"{where} is {format_quoted(value)}, and has to be a number with one of "
-            f"{', '.join(units)}, "
-            f"such as {_EXAMPLES[kind]!r}"
+            f"{', '.join(units)}, such as {_EXAMPLES[kind]!r}"
         )
     return float(match[1]) * units[match[2]]
 
 
 class _TomlReader:
-    """Turns tables into data; every message begins with the file."""
+    """Turns the tables of a TOML file into data; every message begins with the file's name."""
 
     _HOST: Final = ("workers", "processors", "memory", "bandwidth", "up", "down", "delay")
     _RACK: Final = ("name", "hosts", "bandwidth", "up", "down")
@@ -241,6 +276,7 @@ class _TomlReader:
         self._source = source
 
     def read_description(self, content: Mapping[str, Any], stem: str) -> Description:
+        """Read a cluster from a file's content; `stem` is its name unless the content has one."""
         self._refuse_keys(content, ("name", "placement", "delays", "all", "host", "rack"), "")
         shared = self._check_table(content.get("all", {}), "all")
         self.refuse_unknown_keys(shared, "all.")
@@ -249,6 +285,7 @@ class _TomlReader:
             where = f"host[{index}]"
             self._refuse_keys(table, ("name", *self._HOST), f"{where}.")
             name = self._check_text(table.get("name", f"host{index}"), f"{where}.name")
+            # The keys of a host override those that all hosts share.
             hosts.append(
                 Host(name, **(self.read_host(shared, "all") | self.read_host(table, where)))
             )
@@ -276,12 +313,13 @@ class _TomlReader:
         )
 
     def refuse_unknown_keys(self, table: Mapping[str, Any], prefix: str = "") -> None:
-        """Refuse keys that no host has."""
+        """Refuse keys that aren't properties of a host."""
         self._refuse_keys(table, self._HOST, prefix)
 
     def read_host(self, table: Mapping[str, Any], where: str) -> dict[str, Any]:
-        """Return the fields of `Host` that the table gives, its name left out."""
+        """Read the fields of a `Host` from a table, except for its name."""
         fields: dict[str, Any] = self._read_limits(table, where)
+        # In Python True is an integer, so each number also has to be no bool.
         if "workers" in table:
             fields["workers"] = workers = table["workers"]
             if (
@@ -318,6 +356,7 @@ class _TomlReader:
                 )
             fields["memory"] = int(nbytes)
         if "delay" in table:
+            # From microseconds to seconds.
             fields["delay"] = delay = (
                 _parse_quantity(table["delay"], "time", self._name_key(f"{where}.delay")) / 1e6
             )
@@ -328,14 +367,15 @@ class _TomlReader:
         return fields
 
     def _read_limits(self, table: Mapping[str, Any], where: str) -> dict[str, Rate]:
-        """Parse the limits of sending and receiving, where given; `bandwidth` means both."""
-        given = {
+        """Parse the limits of sending and receiving, if given; `bandwidth` sets both."""
+        rates = {
             key: parse_rate(table[key], self._name_key(f"{where}.{key}"))
             for key in ("bandwidth", "up", "down")
             if key in table
         }
-        both = given.pop("bandwidth", None)
-        return given if both is None else {"up": both, "down": both} | given
+        bandwidth = rates.pop("bandwidth", None)
+        # One direction may be given besides; it overrides the bandwidth.
+        return rates if bandwidth is None else {"up": bandwidth, "down": bandwidth} | rates
 
     def _read_tables(self, content: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
         value = content.get(key, [])
@@ -373,7 +413,7 @@ class _TomlReader:
 
 
 def _check_cluster(cluster: Description) -> None:
-    """Check the rules that concern more than one value."""
+    """Check a description, however it was made: placement, names, numbers, racks."""
     at = cluster.source or f"cluster {cluster.name}"
     if cluster.placement not in PLACEMENTS:
         raise UsageError(
@@ -393,8 +433,7 @@ def _check_cluster(cluster: Description) -> None:
             if not _NAME.fullmatch(name):
                 raise UsageError(
                     f"{at}: a {kind} is called {format_quoted(name)}; names have small letters, "
-                    "digits "
-                    "and dashes inside, at most 32"
+                    "digits, and dashes in between, at most 32 characters"
                 )
             if names.count(name) > 1:
                 raise UsageError(f"{at}: two {kind}s are called {name}: give each its own name")
@@ -424,26 +463,25 @@ def _check_numbers(host: Host, at: str) -> None:
         if value is not None and not least <= value <= most:
             raise UsageError(
                 f"{at}: {name} of host {host.name} is {format_shortly(value)}, and has to be at "
-                "least "
-                f"{least}, at most {most:g}"
+                f"least {least}, at most {most:g}"
             )
 
 
 def _check_racks(cluster: Description, at: str) -> None:
-    known = [host.name for host in cluster.hosts]
-    where: dict[str, str] = {}
+    host_names = [host.name for host in cluster.hosts]
+    rack_of_host: dict[str, str] = {}
     for rack in cluster.racks:
         if not rack.hosts:
             raise UsageError(f"{at}: rack {rack.name} has no hosts: name them in `hosts`")
         for name in rack.hosts:
-            if name not in known:
+            if name not in host_names:
                 raise UsageError(
-                    f"{at}: rack {rack.name} has a host {format_shortly(name)}, which isn't there; "
-                    f"{format_choices(name, known)}"
+                    f"{at}: rack {rack.name} has a host {format_shortly(name)}, which doesn't "
+                    f"exist; {format_choices(name, host_names)}"
                 )
-            if name in where:
+            if name in rack_of_host:
                 raise UsageError(
-                    f"{at}: host {name} is in rack {where[name]} and in rack {rack.name}: "
-                    "leave it out of one"
+                    f"{at}: host {name} is in rack {rack_of_host[name]} and in rack "
+                    f"{rack.name}: leave it out of one"
                 )
-            where[name] = rack.name
+            rack_of_host[name] = rack.name

@@ -1,11 +1,12 @@
-"""Fault injection: carries faults out in a cluster where a job runs, each exactly when its worker
-begins its step, and records when.
+"""Fault injection: carries out faults while a job runs in a cluster, and records when.
+
+Each fault is carried out exactly when its worker begins the fault's step.
 
     worker 2    |-- step 3 --|-- step 4 --|  held before step 5  |-- step 5, if it still can --
     injector                               kill(rank=2, step=5)     next: hold before step 20
 
-The worker that the next fault concerns waits at a breakpoint of its progress page, so a fault
-misses no step, however fast.
+The worker of the next fault waits at a breakpoint in its progress page, so no fault misses its
+step, however fast the steps are.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from paceline.lab.description import Description, Rate
 from paceline.record.folder import RunFolder, to_strict_json, write_atomically
 
 _TICK_SECONDS: Final = 0.005
-_EVENTS: Final = "events.json"  # beside a summary that was never written
+_EVENTS: Final = "events.json"  # holds the events if a run has no summary
 
 Lasts = TypeVar("Lasts", Cut, Slow, Link)
 
 
 class FaultTarget(Protocol):
-    """The cluster on which faults are carried out.
+    """The cluster in which faults are carried out.
 
-    Hosts are numbered as in the description; every method may be called twice.
+    Hosts are numbered as in the description. Every method may be called twice.
     """
 
     @property
     def description(self) -> Description:
-        """The description of the cluster."""
+        """Description of the cluster."""
         ...
 
     def cut(self, host: int) -> None:
@@ -58,15 +59,15 @@ class FaultTarget(Protocol):
         ...
 
     def limit(self, host: int, up: Rate | None, down: Rate | None) -> None:
-        """Change a host's bandwidth (None: unlimited)."""
+        """Change a host's limits of sending and receiving, in bits per second (None: no limit)."""
         ...
 
     def quota(self, host: int, processors: float | None) -> None:
-        """Let a host use so many cores (None: all)."""
+        """Limit a host to this number of cores (None: all)."""
         ...
 
     def quota_of(self, host: int) -> float | None:
-        """Return the number of cores that a host may use."""
+        """Look up the number of cores that a host may use (None: all)."""
         ...
 
     def start(self, host: int) -> None:
@@ -74,29 +75,45 @@ class FaultTarget(Protocol):
         ...
 
     def crash(self, host: int) -> None:
-        """Take a host's power away."""
+        """Cut a host's power: its network goes down and its processes are killed."""
         ...
 
 
 @dataclass
 class _LastingFault:
-    """A fault that is in force; `until` is a time of the monotonic clock (None: to the end of
-    the run).
+    """A fault that is in force.
+
+    Attributes:
+        fault: The fault.
+        until: Time of the monotonic clock at which it ends (None: at the end of the run).
+        page: Progress page of the worker that was held for it; a `Stop` has stopped this worker.
     """
 
     fault: Stop | Cut | Slow | Link
     until: float | None
-    page: ProgressPage | None = None  # of the worker that is stopped
+    page: ProgressPage | None = None
 
 
 class FaultInjector:
-    """The faults of one run: `with Chaos(cluster, faults, folder): ...` around the run, whose
-    launchers have PACELINE_PROGRESS=folder.
+    """Carries out the faults of one run.
 
-    `faults` come from `chaos.list_faults`, which has checked them; `folder` is there and empty.
-    `events` says afterwards what happened when. In the end all is undone that can be: stopped
-    workers go on, links and processors are as described. A fault that could not be carried out
-    raises its error then.
+    >>> with FaultInjector(cluster, faults, folder) as injector:
+    ...     ...  # the run, whose launchers have PACELINE_PROGRESS=folder
+    >>> injector.events
+
+    At the end, all that can be undone is undone: stopped workers continue, and links and processors
+    are as described. If a fault could not be carried out, its error is raised at the end, too.
+
+    Invariants:
+        - A thread of its own carries out the faults, so no other thread changes `_due`, `_lasting`
+          and `_crashed` until `close` has joined it.
+        - A worker whose rank has faults in `_due` has a breakpoint at the step of the first one.
+
+    Args:
+        cluster: The cluster in which the job runs.
+        faults: The faults, as checked by `chaos.list_faults`.
+        folder: Folder of the workers' progress pages; it exists and is empty.
+        say: Called with a line of text for each event. Default: prints it to stderr.
     """
 
     def __init__(
@@ -109,27 +126,28 @@ class FaultInjector:
     ) -> None:
         self._cluster, self._folder, self._say = cluster, folder, say or _print_line
         late, hosts = absent_hosts(faults), cluster.description.hosts
+        # A host that joins later has no ranks yet.
         workers = [0 if index in late else host.workers for index, host in enumerate(hosts)]
-        # a host that joins later has no ranks yet
         self._seats = request.deal_ranks(workers, cluster.description.placement)
         self._pages = {
             rank: ProgressPage(progress.page_path(folder, rank))
             for ranks in self._seats
             for rank in ranks
         }
-        # by the rank that is held for them, the next one first
+        # Faults that are still to come, by the rank that is held for them, in the order of steps.
         self._due: dict[int, list[Fault]] = {}
         self._lasting: list[_LastingFault] = []
         self._crashed: set[int] = set()
-        self._noted: list[tuple[float, dict[str, Any]]] = []  # by time.time()
+        self._noted: list[tuple[float, dict[str, Any]]] = []  # events with their time.time()
         self._failed: PacelineError | None = None
         self._began = time.time()
         self._joined: float | None = None
         self._quotas = {
             fault.host: cluster.quota_of(fault.host) for fault in faults if isinstance(fault, Slow)
         }
+        # Setting the same quota again changes nothing. It raises if this machine has no quotas, so
+        # the error comes before the run begins.
         for host, cores in self._quotas.items():
-            # changes nothing; where there are no quotas it raises, before anything runs
             cluster.quota(host, cores)
         for fault in sorted(faults, key=lambda fault: fault.step):
             self._due.setdefault(self._waiting_rank(fault), []).append(fault)
@@ -155,10 +173,11 @@ class FaultInjector:
             raise self._failed
 
     def close(self) -> None:
-        """Undo what is in force at the end of the run, and note what never came due.
+        """Undo all faults that are in force, and note the faults that never came due.
 
-        Calling it twice is harmless.
+        A second call does nothing.
         """
+        # From here on only this thread uses the faults.
         self._over.set()
         self._threads.shutdown()
         while self._lasting:
@@ -166,59 +185,66 @@ class FaultInjector:
         while self._crashed:
             self._try_fault(self._cluster.mend, self._crashed.pop())
         steps = self._read_steps
-        when = (
-            f"the run ended after {steps} steps"
-            if steps > 0
-            else "the run ended before its first step was over"
-        )
-        if steps < 0:
-            when = "the run ended before the first step of a loader that paceline has prepared"
+        # A page has a negative step until a prepared loader has begun.
+        if steps > 0:
+            reason = f"the run ended after {steps} steps"
+        elif steps == 0:
+            reason = "the run ended before its first step was over"
+        else:
+            reason = "the run ended before the first step of a loader that paceline has prepared"
         for fault in sorted(
             (fault for due in self._due.values() for fault in due), key=lambda fault: fault.step
         ):
-            self._note_event("fault not carried out", fault, why=when)
-            self._say(f"not carried out: {fault!r}: {when}")
+            self._note_event("fault not carried out", fault, why=reason)
+            self._say(f"not carried out: {fault!r}: {reason}")
         self._due.clear()
         if self._watching is not None:
-            self._watching.result()  # raises what it has died of
+            self._watching.result()  # raises the error that ended the thread, if any
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The events so far, in order: "time" (seconds since the run began), "step" (steps
-        taken), "event" and "what" (the fault).
+        """Events so far, in the order of time.
+
+        Each has "time" (seconds since the run began), "step" (steps taken), "event" and "what" (the
+        fault), and "why" if a fault failed or was not carried out.
         """
         began = self._began if (joined := self._first_joined()) is None else joined
         return [
-            {"time": round(when - began, 6), **event}
-            for when, event in sorted(self._noted, key=lambda noted: noted[0])
+            {"time": round(timestamp - began, 6), **event}
+            for timestamp, event in sorted(self._noted, key=lambda noted: noted[0])
         ]
 
     def _first_joined(self) -> float | None:
-        """Return when the run began: workers that are started again later write to the same
-        page.
+        """Read the time at which the run began, and keep it (None: not yet).
+
+        It is kept because a worker that is started again writes a new time to the same page.
         """
         self._joined = self._pages[0].began if self._joined is None else self._joined
         return self._joined
 
-    # ---- when
+    # ---- when faults are due
 
     def _watch_run(self) -> None:
+        """Carry out faults as they come due, until there are no more or the run is over."""
         try:
             while (self._lasting or any(self._due.values())) and not self._over.wait(_TICK_SECONDS):
                 self.carry_out_due()
         finally:
-            for page in self._pages.values():  # no worker would come any more
+            # No fault will be carried out after this, so no worker may wait for one.
+            for page in self._pages.values():
                 page.release()
 
     def carry_out_due(self) -> None:
-        """Carry out what is due now, and end what has lasted long enough."""
+        """Carry out the faults that are due now, and end those whose time is over."""
         self._first_joined()
         for rank, due in self._due.items():
             page = self._pages[rank]
+            # A page keeps its last words when its process dies, so the process has to be alive.
             if not due or not page.is_holding or due[0].step > page.step or not page.is_alive:
                 continue
             while due and due[0].step <= page.step:
                 self._try_fault(self._carry_out, due.pop(0), page)
+            # The worker has waited until now. It goes on when its breakpoint moves or disappears.
             if due:
                 page.hold_before(due[0].step)
             else:
@@ -232,8 +258,10 @@ class FaultInjector:
             self._try_fault(self._end_fault, lasting)
 
     def _waiting_rank(self, fault: Fault) -> int:
-        """Return the rank that waits for the fault: the one named, or the first of its host; for
-        a host that joins, of the others.
+        """Choose the rank that waits for a fault.
+
+        It is the rank that the fault names, or else the first rank of its host. For a host that
+        joins, it is the first rank of the other hosts.
         """
         if isinstance(fault, Kill | Stop):
             return fault.rank
@@ -245,11 +273,13 @@ class FaultInjector:
 
     @property
     def _read_steps(self) -> int:
+        """Steps taken by the most advanced worker."""
         return max(page.step for page in self._pages.values())
 
-    # ---- what
+    # ---- how faults are carried out
 
     def _carry_out(self, fault: Fault, page: ProgressPage) -> None:
+        """Carry out a fault while its worker, the one of this page, is held."""
         step = page.step
         match fault:
             case Kill():
@@ -260,10 +290,12 @@ class FaultInjector:
                 self._crashed.add(fault.host)
                 self._cluster.crash(fault.host)
             case Join():
+                # A crash has unplugged the host, and its new launcher needs the network.
                 if fault.host in self._crashed:
                     self._cluster.mend(fault.host)
                     self._crashed.discard(fault.host)
                 self._cluster.start(fault.host)
+        # Of these kinds several may be in force at once, so the host is set as all of them want it.
         if isinstance(fault, Stop | Cut | Slow | Link):
             until = None if fault.seconds is None else time.monotonic() + fault.seconds
             self._lasting.append(_LastingFault(fault, until, page))
@@ -272,11 +304,14 @@ class FaultInjector:
         self._say(f"{fault!r}: done before step {step}")
 
     def _end_fault(self, lasting: _LastingFault) -> None:
-        """End a fault: what it had changed is as it was, or as another one that is still in
-        force wants it.
+        """End a fault that is in force.
+
+        The host returns to its described state, or to the state that another fault in force wants.
         """
-        fault, step = lasting.fault, self._read_steps  # a worker that goes on may soon be further
+        # The step is read first, since a worker that continues may soon be further.
+        fault, step = lasting.fault, self._read_steps
         self._lasting.remove(lasting)
+        # A worker that was stopped twice continues only when the second stop is over, too.
         if (
             isinstance(fault, Stop)
             and lasting.page is not None
@@ -289,13 +324,15 @@ class FaultInjector:
             self._say(f"{fault!r}: over")
 
     def _is_stopped(self, page: ProgressPage) -> bool:
+        """Whether a fault in force stops the worker of this page."""
         return any(
             lasting.page is page for lasting in self._lasting if isinstance(lasting.fault, Stop)
         )
 
     def _settle_host(self, changed: Fault) -> None:
-        """Set a host as all faults in force want it; of two that contradict each other the later
-        one holds.
+        """Set a host's network or processors as all faults in force want them.
+
+        If two faults contradict each other, the later one wins.
         """
         match changed:
             case Cut(host=host):
@@ -311,36 +348,39 @@ class FaultInjector:
                     host, self._base_cores(host) * factors[-1] if factors else self._quotas[host]
                 )
             case Link(host=host):
+                # From the oldest fault to the newest, each sets the directions that it names.
                 described = self._cluster.description.hosts[host]
                 up, down = described.up, described.down
                 for fault in self._faults_in_force(Link):
                     if fault.host == host:
-                        sides = fault.sides()
-                        up, down = (
-                            up if sides[0] is None else sides[0],
-                            down if sides[1] is None else sides[1],
-                        )
+                        new_up, new_down = fault.sides()
+                        up = up if new_up is None else new_up
+                        down = down if new_down is None else new_down
                 self._cluster.limit(host, up, down)
 
     def _faults_in_force(self, kind: type[Lasts]) -> list[Lasts]:
+        """List the faults of this kind that are in force, in the order of their beginning."""
         return [lasting.fault for lasting in self._lasting if isinstance(lasting.fault, kind)]
 
     def _base_cores(self, host: int) -> float:
-        """Return the number of cores that a factor of the host's processors multiplies."""
+        """Compute the number of cores that the factor of a `Slow` multiplies."""
         quota = self._quotas[host]
         if quota is not None:
             return quota
+        # Without a quota the host counts as having a core for each thread of its workers. Their
+        # pages say how many threads they have, unless the host has no ranks yet.
         threads = (
             sum(max(1, self._pages[rank].threads) for rank in self._seats[host])
             or self._cluster.description.hosts[host].workers
         )
         return min(threads, machine.count_cores())
 
-    # ---- notes
+    # ---- events
 
     def _try_fault(self, do: Callable[..., None], subject: Any, *more: Any) -> None:
-        """Carry out a fault, and note its failure; the error is raised when the run is over,
-        which goes on until then.
+        """Call `do` for a fault, and note the error if it fails.
+
+        The run continues. The first error is raised when the run is over.
         """
         try:
             do(subject, *more)
@@ -351,6 +391,7 @@ class FaultInjector:
             self._say(f"{fault!r} failed: {error}")
 
     def _note_event(self, event: str, fault: object, step: int | None = None, **more: str) -> None:
+        """Note an event now; `step` is that of the most advanced worker by default."""
         self._noted.append(
             (
                 time.time(),
@@ -365,16 +406,18 @@ class FaultInjector:
 
 
 def record_events(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
-    """Write events into the summary of a run's folder, by time among its own; without a summary,
-    into events.json. Returns the file.
+    """Write events into the summary of a run, and return the path of the file.
+
+    They are sorted by time, together with the summary's own events. If the run's folder has no
+    summary, they are written to `events.json` in it.
     """
-    run, recorded = RunFolder(folder), list(events)
+    run, new_events = RunFolder(folder), list(events)
     if not run.summary.exists():
-        write_atomically(folder / _EVENTS, to_strict_json(recorded, indent=2) + "\n")
+        write_atomically(folder / _EVENTS, to_strict_json(new_events, indent=2) + "\n")
         return folder / _EVENTS
     summary = json.loads(run.summary.read_text(encoding="utf-8"))
     summary["events"] = sorted(
-        [*summary.get("events", []), *recorded], key=lambda event: float(event["time"])
+        [*summary.get("events", []), *new_events], key=lambda event: float(event["time"])
     )
     write_atomically(run.summary, json.dumps(summary, indent=2) + "\n")
     return run.summary
@@ -383,8 +426,10 @@ def record_events(folder: Path, events: Iterable[dict[str, Any]]) -> Path:
 def _send_signal(
     page: ProgressPage, signum: int, *, group: bool = False, gone: bool = False
 ) -> None:
-    """Send a signal to the page's process (or its whole process group), and to no other with its
-    number now; `gone`: it needn't live.
+    """Send a signal to the process of a page, or to its process group.
+
+    The kernel may have given the ID of a dead process to another process, which must not get the
+    signal. If the process has ended, this raises `ResourceError`, or does nothing if `gone`.
     """
     if not page.is_alive:
         if gone:
@@ -397,7 +442,8 @@ def _send_signal(
         if group:
             os.killpg(page.pid, signum)
             return
-        # names the process for ever, so that it can be looked at once more
+        # The descriptor stays with this one process, even if the ID is used again. If the page is
+        # still alive after it was opened, it is the descriptor of the right process.
         descriptor = os.pidfd_open(page.pid)
         try:
             if page.is_alive:
@@ -405,7 +451,8 @@ def _send_signal(
         finally:
             os.close(descriptor)
     except ProcessLookupError:
-        return  # it has ended this very moment
+        # The process ended between the check and the signal.
+        return
 
 
 def _print_line(text: str) -> None:

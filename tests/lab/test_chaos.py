@@ -85,7 +85,7 @@ WRONG: list[tuple[Any, str]] = [
     ("slow(host=0, factor=0, step=1)", "factor is 0, and has to be above 0, and 1 at most"),
     ("slow(host=0, factor=1.5, step=1)", "factor is 1.5"),
     ("link(host=0, step=1)", r"changes nothing: give bandwidth='10mbit'"),
-    ("link(host=0, bandwidth='10mbit', up='1mbit', step=1)", "up or down besides: leave one out"),
+    ("link(host=0, bandwidth='10mbit', up='1mbit', step=1)", "up or down: leave one out"),
     ("link(host=0, bandwidth='ten', step=1)", r"link\(.*\): bandwidth is 'ten'.*100mbit"),
     ("link(host=0, up=True, step=1)", "up is True"),
     ("[join(host=1, step=1), join(host=1, step=2)]", "a host joins once"),
@@ -101,10 +101,10 @@ WRONG: list[tuple[Any, str]] = [
     ("storm(seed=1, kinds=('join',))", "there is no kind 'join' in a storm"),
     ("storm(seed=1, kinds=())", "has no kinds"),
     ("storm(seed=1, seconds=(3, 1))", "has to be the shortest and the longest"),
-    ("3", "3 in '3' is no fault: write it as"),
+    ("3", "3 in '3' isn't a fault: write it as"),
     ("__import__('os').system('true')", "is not part of the notation"),
-    (3, "3 is no fault"),
-    (None, "None is no fault"),
+    (3, "3 isn't a fault"),
+    (None, "None isn't a fault"),
 ]
 
 

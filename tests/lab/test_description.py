@@ -153,7 +153,7 @@ class TestRead:
             ("delays = 'no'\n[[host]]", "delays is 'no'"),
             (
                 "[[host]]\n[[rack]]\nhosts = ['x']",
-                "rack rack0 has a host x, which isn't there; possible: host0",
+                "rack rack0 has a host x, which doesn't exist; possible: host0",
             ),
             (
                 "[[host]]\n[[rack]]\nhosts = 'host0'",
@@ -242,7 +242,7 @@ class TestRead:
         with pytest.raises(
             UsageError,
             match=(
-                r"none.toml can't be read \(No such file or directory\); ready-made ones: "
+                r"none.toml can't be read \(No such file or directory\); ready-made clusters: "
                 r"ethernet-1g, "
             ),
         ):

@@ -185,7 +185,7 @@ class TestActs:
             pair().start(1)
 
     def test_hosts_that_are_not_there(self, pair):
-        with pytest.raises(UsageError, match="there is no host 2: 2x1 has 0 to 1"):
+        with pytest.raises(UsageError, match="there is no host 2: 2x1 has hosts 0 to 1"):
             pair().cut(2)
 
 
