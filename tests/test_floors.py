@@ -11,6 +11,7 @@ pytestmark = TOGETHER
 PACKAGE = Path(__file__).parent.parent / "paceline"
 FLOORS = [  # a part is a module or a folder; a folder inside another may lie on a floor of its own
     {"at_exit", "callsite", "errors", "trace", "formatting", "timings"},
+    {"native"},
     {"status", "removed"},
     {"state", "cluster"},
     {"comm"},

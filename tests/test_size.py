@@ -75,6 +75,7 @@ BUDGET: dict[str, int] = {
     "elastic": 1990,
     "lab": 2670,
     "loop": 1910,
+    "native": 170,
     "notebook": 540,
     "observe": 4900,
     "parallel": 8910,
