@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_double, c_int, c_int64, c_uint32, c_void_p
+from ctypes import c_int, c_int64, c_uint32, c_void_p
 from functools import lru_cache
 from typing import Any
 
-from paceline.native.library import load_library
+from paceline.native.library import load_library, load_library_with_gil
 
 # name: (type of the result, types of the arguments)
 _Signatures = dict[str, tuple[Any, list[Any]]]
@@ -68,8 +68,7 @@ class NativeFunctions:
     """The functions of the C library, without the prefix `pl_`."""
 
     def __init__(self) -> None:
-        for signatures, keeps_lock in ((_LONG, False), (_SHORT, True)):
-            library = load_library(keeps_lock=keeps_lock)
+        for signatures, library in ((_LONG, load_library()), (_SHORT, load_library_with_gil())):
             for name, (result, arguments) in signatures.items():
                 function = getattr(library, _SYMBOLS.get(name, f"pl_{name}"))
                 function.restype, function.argtypes = result, arguments

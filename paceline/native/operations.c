@@ -49,7 +49,7 @@ struct pl_operation {
   int64_t part;            /* elements of a rank's part of a block */
   const int64_t *bounds;   /* scatter: piece r is x[bounds[r]] to x[bounds[r + 1]] */
   int64_t mark, parity;    /* small: what ranks compare, and the half */
-  const pl_copy *departures, *arrivals; /* messages, by window */
+  const pl_stretch *departures, *arrivals; /* messages, by window */
   int64_t n_departures, n_arrivals, next_departure, next_arrival;
 };
 
@@ -78,8 +78,8 @@ static void stage_block(pl_operation *operation, int64_t k) {
   int64_t low = least(segment->rank * part, length), high = least(low + part, length);
   char *stage = pl_stage(segment, segment->rank, operation->base + k);
   const char *x = operation->x + k * operation->width * operation->item;
-  if (low) pl_copy_bytes(stage, x, low);
-  if (high < length) pl_copy_bytes(stage + high, x + high, length - high);
+  if (low) pl_copy(stage, x, low);
+  if (high < length) pl_copy(stage + high, x + high, length - high);
 }
 
 /* Add this rank's part of a block. The sum goes to the stage, for the others, and to `out`. */
@@ -108,7 +108,7 @@ static void collect_block(pl_operation *operation, int64_t k) {
   for (int64_t rank = 0; rank < segment->size; rank++) {
     int64_t low = least(rank * part, length), high = least(low + part, length);
     if (rank != segment->rank && high > low)
-      pl_copy_bytes(out + low, pl_stage(segment, rank, operation->base + k) + low, high - low);
+      pl_copy(out + low, pl_stage(segment, rank, operation->base + k) + low, high - low);
   }
 }
 
@@ -143,7 +143,7 @@ static void stage_pieces(pl_operation *operation, int64_t k) {
     int64_t low = operation->bounds[rank] + k * operation->width;
     int64_t high = least(low + operation->width, operation->bounds[rank + 1]);
     if (rank != segment->rank && high > low)
-      pl_copy_bytes(stage + rank * operation->part, operation->x + low * operation->item,
+      pl_copy(stage + rank * operation->part, operation->x + low * operation->item,
                     (high - low) * operation->item);
   }
 }
@@ -191,28 +191,28 @@ void pl_begin_reduce_scatter(pl_operation *operation, pl_segment *segment, const
 static void write_window(pl_operation *operation, int64_t window) {
   while (operation->next_departure < operation->n_departures &&
          operation->departures[operation->next_departure].window <= window) {
-    const pl_copy *copy = &operation->departures[operation->next_departure++];
-    pl_copy_bytes(pl_stage(operation->segment, copy->rank, operation->base + copy->window) +
-                      copy->offset,
-                  copy->address, copy->nbytes);
+    const pl_stretch *stretch = &operation->departures[operation->next_departure++];
+    pl_copy(pl_stage(operation->segment, stretch->rank, operation->base + stretch->window) +
+                      stretch->offset,
+                  stretch->address, stretch->nbytes);
   }
 }
 
 static void read_window(pl_operation *operation, int64_t window) {
   while (operation->next_arrival < operation->n_arrivals &&
          operation->arrivals[operation->next_arrival].window <= window) {
-    const pl_copy *copy = &operation->arrivals[operation->next_arrival++];
-    pl_copy_bytes(copy->address,
-                  pl_stage(operation->segment, copy->rank, operation->base + copy->window) +
-                      copy->offset,
-                  copy->nbytes);
+    const pl_stretch *stretch = &operation->arrivals[operation->next_arrival++];
+    pl_copy(stretch->address,
+                  pl_stage(operation->segment, stretch->rank, operation->base + stretch->window) +
+                      stretch->offset,
+                  stretch->nbytes);
   }
 }
 
 /* Begin to send messages: write the first windows. `departures` are sorted by window, and stay
    alive with the operation. The caller meets with all ranks, which tell each other what they
    send, then calls `pl_set_arrivals`. */
-void pl_begin_messages(pl_operation *operation, pl_segment *segment, const pl_copy *departures,
+void pl_begin_messages(pl_operation *operation, pl_segment *segment, const pl_stretch *departures,
                        int64_t count) {
   reset(operation, segment, MESSAGES);
   operation->departures = departures;
@@ -221,7 +221,7 @@ void pl_begin_messages(pl_operation *operation, pl_segment *segment, const pl_co
 }
 
 /* Say which parts of the others' windows this rank copies, and the most windows of any rank. */
-void pl_set_arrivals(pl_operation *operation, const pl_copy *arrivals, int64_t count,
+void pl_set_arrivals(pl_operation *operation, const pl_stretch *arrivals, int64_t count,
                      int64_t windows) {
   operation->arrivals = arrivals;
   operation->n_arrivals = count;

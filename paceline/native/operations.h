@@ -6,13 +6,13 @@
 #include "segment.h"
 
 /* A part of a message in one window of a rank's stream. */
-typedef struct pl_copy {
+typedef struct pl_stretch {
   int64_t window;  /* number of the window, from the begin of the operation */
   int64_t rank;    /* the sender, whose stage it lies in */
   int64_t offset;  /* in the stage, bytes */
   char *address;   /* in private memory */
   int64_t nbytes;
-} pl_copy;
+} pl_stretch;
 
 typedef struct pl_operation pl_operation;
 
@@ -26,8 +26,8 @@ PL_EXPORT void pl_begin_reduce_scatter(pl_operation *operation, pl_segment *segm
                                        void *out, const int64_t *bounds, int64_t item, int dtype,
                                        int op);
 PL_EXPORT void pl_begin_messages(pl_operation *operation, pl_segment *segment,
-                                 const pl_copy *departures, int64_t count);
-PL_EXPORT void pl_set_arrivals(pl_operation *operation, const pl_copy *arrivals, int64_t count,
+                                 const pl_stretch *departures, int64_t count);
+PL_EXPORT void pl_set_arrivals(pl_operation *operation, const pl_stretch *arrivals, int64_t count,
                                int64_t windows);
 PL_EXPORT int64_t pl_advance(pl_operation *operation);
 

@@ -74,7 +74,7 @@ class RingWriter:
     @property
     def has_pending(self) -> bool:
         """Whether entries have not been taken yet."""
-        return self._posted > self._native.load(self._word + TAKEN)
+        return bool(self._posted > self._native.load(self._word + TAKEN))
 
     def post_entry(self, entry: RingEntry) -> None:
         """Append an entry, and wake the other side."""

@@ -174,7 +174,7 @@ class ControlSegment:
     @property
     def posted(self) -> int:
         """Posts of this rank so far."""
-        return self.state.posted
+        return int(self.state.posted)
 
     def post(self) -> int:
         """Raise this rank's counter: the others now see everything that it wrote before."""
@@ -197,7 +197,7 @@ class ControlSegment:
     @property
     def parity(self) -> int:
         """The half of marks, metas and small stages that the next `meet` uses: 0 or 1."""
-        return self.state.meetings & 1
+        return int(self.state.meetings & 1)
 
     def meet(self, call: CallFingerprint, meta: Any = None) -> Generator[int, None, list[Any]]:
         """Begin an operation: compare the call of every rank, and exchange metas.

@@ -139,19 +139,18 @@ class ReductionPlan(NamedTuple):
     """The work of one rank on one registered tensor."""
 
     parts: Any  # addresses of this rank's piece on every rank; the sum goes to all of them
-    size: int  # ranks
-    count: int  # elements of the piece
+    elements: int  # of the piece
 
 
 def plan_registered(x: Tensor, place: RegisteredMemory, rank: int) -> ReductionPlan:
     """Plan this rank's piece of `x`, which begins and ends on cache lines."""
-    offset, count, item = x.data_ptr() - place.start, x.numel(), x.element_size()
+    offset, elements, item = x.data_ptr() - place.start, x.numel(), x.element_size()
     line, size = LINE // item or 1, len(place.regions)
     start, stop = (
-        min(-(-edge // line) * line, count) for edge in piece_bounds(count, size)[rank]
+        min(-(-edge // line) * line, elements) for edge in piece_bounds(elements, size)[rank]
     )
     addresses = [region.data_ptr() + offset + start * item for region in place.regions]
-    return ReductionPlan((ctypes.c_void_p * size)(*addresses), size, stop - start)
+    return ReductionPlan((ctypes.c_void_p * size)(*addresses), stop - start)
 
 
 def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPlan, op: Op) -> Steps:
@@ -160,25 +159,8 @@ def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPla
     Each rank adds its piece and hands it out; nothing of the piece is touched by another rank.
     """
     check_operation(op, x.dtype)
-    reduce_parts_at(plan.parts, plan.parts, plan.size, plan.count, x.dtype, op)
-    yield segment.post()
-
-
-def reduce_parts_at(
-    outs: Any, parts: Any, size: int, count: int, dtype: torch.dtype, op: Op
-) -> None:
-    """Reduce `parts` in their order, and write the result to all `outs`.
-
-    Args:
-        outs: Addresses of the results, `size` of them. Each may be one of the parts.
-        parts: Addresses of the parts.
-        size: Number of parts.
-        count: Elements of a part.
-        dtype: Their dtype.
-        op: The operation, which `check_operation` allows.
-    """
+    parts, size = address_of(plan.parts), len(plan.parts)
     load_functions().reduce(
-        address_of(outs), size, address_of(parts), size, None, count, DTYPES[dtype], OPERATIONS[op]
+        parts, size, parts, size, None, plan.elements, DTYPES[x.dtype], OPERATIONS[op]
     )
-
-
+    yield segment.post()

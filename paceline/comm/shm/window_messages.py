@@ -38,7 +38,7 @@ class WindowMessage(NamedTuple):
 
 
 class MessageStretch(ctypes.Structure):
-    """A part of a message in one window: `pl_copy` of native/operations.h.
+    """A part of a message in one window: `pl_stretch` of native/operations.h.
 
     `rank` is the sender, in whose stage the part lies at byte `offset`. `address` is where it lies
     in private memory.
