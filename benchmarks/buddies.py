@@ -35,6 +35,7 @@ def train(options: argparse.Namespace) -> None:
 
     import paceline as pl
     from paceline.bench.training import CONTEXT, MODELS, VOCAB, Decoder
+    from paceline.session.run import parts_of_run
 
     tokens = torch.randint(
         0, VOCAB, (64 * options.batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
@@ -61,12 +62,13 @@ def train(options: argparse.Namespace) -> None:
         model, optimizer, loader = run.prepare(
             model, optimizer, DataLoader(Endless(), batch_size=batch)
         )
-        assert run._recovery is not None
-        buddies = run._recovery._run.buddies  # type: ignore[attr-defined]
+        survival = parts_of_run(run).survival
+        assert survival is not None
+        buddies = survival.recovery._run.buddies  # type: ignore[attr-defined]
         for _ in run.epochs(1):
             for x, y in loader:
                 if run.steps >= SETTLED:  # the step from which on there are copies
-                    buddies._start = 0 if (run.steps // BLOCK) % 2 == 0 else NEVER
+                    buddies._first_copied_step = 0 if (run.steps // BLOCK) % 2 == 0 else NEVER
                 F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
                 optimizer.step()
                 optimizer.zero_grad()

@@ -90,7 +90,7 @@ def main() -> None:
             raise RuntimeError(f"first losses differ, or losses don't fall: {losses}")
         for name, taken in seconds.items():
             run.print(f"{name:9} {statistics.median(taken[1:]) * 1e3:8.1f} ms a step")
-        for name, bar in zip(("fsdp2", "hsdp"), options.draw_bars, strict=True):
+        for name, bar in zip(("fsdp2", "hsdp"), options.bars, strict=True):
             times = statistics.median(
                 a / b for a, b in zip(seconds[name][1:], seconds["paceline"][1:], strict=True)
             )

@@ -39,6 +39,27 @@ BETWEEN = (4.0, 8.0)  # seconds between two kills: who was killed is back by the
 SOON = (1.0, 3.0)  # the same, where more workers are there than are killed
 
 
+class SurvivalSwitch:
+    """Switches the survival of losses off and on in a run that trains.
+
+    It replaces private parts of the run: the call that recovers, and the transaction that can roll
+    a step back.
+    """
+
+    def __init__(self, run: Any) -> None:
+        from paceline.sync.transaction import PlainTransaction
+
+        self._agreement, self._backward = run._agreement, run._loop.backward
+        self._recovery, self._transaction = self._agreement.recovery, self._backward.transaction
+        assert self._recovery is not None, "this run doesn't survive losses"
+        self._plain_transaction = PlainTransaction(self._backward.sync, self._backward.context)
+
+    def set_survival(self, *, on: bool) -> None:
+        """Survive losses from now on, or stop surviving them."""
+        self._agreement.recovery = self._recovery if on else None
+        self._backward.recover_by(self._transaction if on else self._plain_transaction)
+
+
 def train(options: argparse.Namespace) -> None:
     """The script of each worker."""
     import torch
@@ -70,13 +91,12 @@ def train(options: argparse.Namespace) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         loader = DataLoader(Endless(), batch_size=options.batch * options.workers)
         model, optimizer, loader = run.prepare(model, optimizer, loader)
-        surviving = None
+        switch: SurvivalSwitch | None = None
         for _ in run.epochs(1):
             for x, y in loader:
                 if options.what == "cost" and run.steps >= FIRST:
-                    surviving = surviving or (run._agreement.recovery, run._loop.undo)
-                    on = (run.steps // BLOCK) % 2 == 0
-                    run._agreement.recovery, run._loop.undo = surviving if on else (None, None)
+                    switch = switch or SurvivalSwitch(run)
+                    switch.set_survival(on=(run.steps // BLOCK) % 2 == 0)
                 F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -84,8 +104,8 @@ def train(options: argparse.Namespace) -> None:
                 log.flush()
                 if (out / "enough").exists():
                     run.stop()
-        if surviving is not None:
-            run._agreement.recovery, run._loop.undo = surviving
+        if switch is not None:
+            switch.set_survival(on=True)
 
 
 def moments(out: Path) -> list[float]:
@@ -135,18 +155,12 @@ def tiny(options: argparse.Namespace) -> None:
         model, optimizer, loader = run.prepare(
             model, optimizer, DataLoader(data, batch_size=run.size)
         )
-        agree, blocks, surviving, began, counts = (
-            run.group.gather_bytes,
-            ([], []),
-            None,
-            0,
-            [[0, 0], [0, 0]],
-        )
-        run.group.gather_bytes = lambda body: (
-            (met.append(len(body)) if b"settled" in body else None) or agree(body)
+        agree, blocks, began, counts = run.group.gather_bytes, ([], []), 0, [[0, 0], [0, 0]]
+        run.group.gather_bytes = lambda body, **options: (
+            (met.append(len(body)) if b"settled" in body else None) or agree(body, **options)
         )
         for _ in run.epochs(1):
-            surviving = run._agreement.recovery, run._loop.undo
+            switch = SurvivalSwitch(run)
             for (x,) in loader:
                 model(x).sum().backward()
                 optimizer.step()
@@ -156,9 +170,9 @@ def tiny(options: argparse.Namespace) -> None:
                     blocks[on].append((now - began) / 1e3 / BLOCK) if began else None
                     counts[on] = [counts[on][0] + len(met), counts[on][1] + sum(met)]
                     met.clear()
-                    run._agreement.recovery, run._loop.undo = surviving if on else (None, None)
+                    switch.set_survival(on=on)
                     began = time.perf_counter_ns()
-        run._agreement.recovery, run._loop.undo = surviving
+        switch.set_survival(on=True)
         if run.is_first:
             steps = options.steps / 2
             found = {
