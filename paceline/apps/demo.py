@@ -240,15 +240,15 @@ def compare_worker_counts(
             None,
         ),
     ]
-    for number, axes in enumerate(plan.meshes, 1):
+    for number, mesh_text in enumerate(plan.meshes, 1):
         runs.append(
             (
-                f"{plan.workers} workers, {axes}",
+                f"{plan.workers} workers, {mesh_text}",
                 f"{last}-mesh{number}",
                 plan.workers,
                 share,
                 plan.alone,
-                axes,
+                mesh_text,
             )
         )
     outcomes = []
