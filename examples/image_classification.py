@@ -3,7 +3,7 @@
 Run it with `paceline run --workers 2 examples/image_classification.py`.
 
 It is the loop of any image classifier: batch statistics of the global batch, a schedule of the
-learning rate, and an accuracy over the whole validation set, of which each worker sees a part.
+learning rate, and an accuracy over the whole validation set. Each worker sees a part of it.
 """
 
 import torch

@@ -26,7 +26,7 @@ loader = SolvedSamples(Advection(grid=32, time=0.25), seed=0, first=0, count=60 
 
 with pl.start() as run:
     model, optimizer, loader = run.prepare(model, optimizer, loader)
-    # given: a dye, a flow and a diffusivity; after: the dye some time later
+    # `given` is a dye, a flow and a diffusivity. `after` is the dye some time later.
     for given, after in loader:
         errors = compute_relative_errors(model(given), after)
         loss = errors.square().mean()

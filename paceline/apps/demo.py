@@ -240,11 +240,11 @@ def compare_worker_counts(
             None,
         ),
     ]
-    for number, mesh_text in enumerate(plan.meshes, 1):
+    for mesh_index, mesh_text in enumerate(plan.meshes, 1):
         runs.append(
             (
                 f"{plan.workers} workers, {mesh_text}",
-                f"{last}-mesh{number}",
+                f"{last}-mesh{mesh_index}",
                 plan.workers,
                 share,
                 plan.alone,

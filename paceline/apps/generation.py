@@ -33,7 +33,7 @@ BYTES = 256  # vocabulary of models whose tokens are bytes
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn: from softmax(logits / temperature).
+    """The way in which tokens are drawn: from softmax(logits / temperature).
 
     Attributes:
         temperature: 0 always gives the likeliest token. Larger values give more variety.

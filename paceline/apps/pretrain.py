@@ -83,7 +83,13 @@ def evaluate_loss(
 
 
 def generate_sample(run: pl.Run, model: GPT, count: int = 240) -> str:
-    """Continue "def " by the model. Collective. `count` is the number of tokens."""
+    """Continue "def " by the model. Collective.
+
+    Args:
+        run: The run.
+        model: The prepared model.
+        count: Number of tokens. Default: 240.
+    """
     prompt = PROMPT.encode()
     model.eval()
     return source_text.decode_tokens(

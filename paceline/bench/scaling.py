@@ -391,18 +391,18 @@ def _redirect_output(descriptor: int) -> Iterator[None]:
     """Redirect the output of this process and of its new children to a file."""
     streams = (sys.stdout, sys.stderr)
     # File descriptors are replaced, not just Python's streams, because children inherit them.
-    saved = [os.dup(number) for number in (1, 2)]
+    saved = [os.dup(standard_descriptor) for standard_descriptor in (1, 2)]
     for stream in streams:
         stream.flush()
-    for number in (1, 2):
-        os.dup2(descriptor, number)
+    for standard_descriptor in (1, 2):
+        os.dup2(descriptor, standard_descriptor)
     try:
         yield
     finally:
         for stream in streams:
             stream.flush()
-        for number, saved_descriptor in zip((1, 2), saved, strict=True):
-            os.dup2(saved_descriptor, number)
+        for standard_descriptor, saved_descriptor in zip((1, 2), saved, strict=True):
+            os.dup2(saved_descriptor, standard_descriptor)
             os.close(saved_descriptor)
 
 
