@@ -93,6 +93,7 @@ class Peer:
             for rank in range(self.size)
         ]
         self.own_data, self.sum = parts[self.rank], torch.stack(parts).sum(0)
+        # Registered memory of the size before is returned to the segment.
         for memory in self.memory.values():
             self.group.release(memory)
         registered = self.group.empty((rows, count), torch.float32)
@@ -107,12 +108,14 @@ class Peer:
         """Reduce a batch. Returns the seconds of an all-reduce, and whether all sums are right."""
         memory = self.memory[variant]
         memory.copy_(self.own_data)
+        # Rows of a batch are different memory, so the caches are as cold as in a training.
         rows = list(memory)
         reduce = (
             self.dist.all_reduce
             if variant == "gloo"
             else lambda x: self.group.all_reduce(x, out=x).wait()
         )
+        # Ranks begin together. So the time of a rank is not the wait for a late one.
         self.dist.barrier()
         start = time.perf_counter()
         for row in rows:
@@ -162,6 +165,7 @@ def openmpi(ranks: int, python: Path | None) -> tuple[Crew | None, str]:
     version = subprocess.run(
         [mpirun, "--version"], capture_output=True, text=True, check=False
     ).stdout.splitlines()[:1]
+    # mpirun refuses to run as root, or with more ranks than cores, unless it is told to.
     command = [mpirun, *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-n", str(ranks)]
     if ranks > len(os.sched_getaffinity(0)):
         command.append("--oversubscribe")
@@ -272,6 +276,7 @@ def main() -> None:
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # This process is a worker, started by `compare`.
     if options.serve is not None:
         peer = Peer(options.rank, options.ranks[0])
         peer.join(options.serve)

@@ -61,6 +61,7 @@ def tensor(model: Any) -> Any:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
+        # The plan cuts queries, keys and values as one layer, so heads are counted by hand.
         block.attention.heads //= mesh.size()
         plan = {
             "attention.qkv": ColwiseParallel(),
@@ -111,6 +112,7 @@ class Worker:
         import torch.distributed as dist
 
         if backend == "paceline":
+            # The import registers the backend.
             import paceline.backend  # noqa: F401
 
         torch.set_num_threads(1)
@@ -175,6 +177,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
     Returns the seconds of each in each round. Raises `RuntimeError` if the weights of the backends
     differ at the end.
     """
+    # Both crews run at once, but one sleeps while the other works.
     launch = [
         sys.executable,
         "-m",
@@ -211,6 +214,7 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
             for backend in BACKENDS
         }
         samples = interleave(variants, options.rounds, warmup=2)
+        # Weights are the same on all workers, so the first one answers for all.
         theirs, ours = (crews[backend].ask()[0] for backend in BACKENDS)
     for program in options.programs:
         squares = sum(value**2 for value in theirs[program])

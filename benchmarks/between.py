@@ -48,6 +48,7 @@ class Peer:
         import torch
 
         self.torch, self.group = torch, group
+        # Whole numbers, so that sums are exact in any order.
         parts = [
             torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(r)).float()
             for r in range(group.size)
@@ -61,6 +62,7 @@ class Peer:
         """Time one all-reduce, in seconds, and check its result."""
         x = self.memory[variant]
         x.copy_(self.own_data)
+        # Ranks begin together, so a late rank doesn't count as time of the others.
         self.torch.distributed.barrier()
         start = time.perf_counter()
         if variant == "gloo":
@@ -88,6 +90,7 @@ def serve(options: argparse.Namespace) -> None:
             peer = Peer(run.group, numel(size))
             variants = {name: partial(peer.measure, name) for name in VARIANTS}
             samples = interleave(variants, options.rounds)
+            # Make room for registered memory of the next size.
             run.group.release(peer.memory["registered"])
             (options.serve / f"{size}-{run.rank}.json").write_text(json.dumps(samples))
         run.group.barrier().wait()
@@ -115,6 +118,7 @@ def measure(options: argparse.Namespace, placement: str) -> dict[str, dict[str, 
                 json.loads((Path(folder) / f"{size}-{rank}.json").read_text())
                 for rank in range(HOSTS * WORKERS)
             ]
+            # An all-reduce ends when its slowest rank does.
             samples_by_size[size] = {
                 name: [
                     max(seconds) for seconds in zip(*(rank[name] for rank in ranks), strict=True)
@@ -151,6 +155,7 @@ def judge(
                 LEAST[placement] if barred else None,
             )
         )
+        # For two hosts each byte of the tensor crosses the link once each way.
         used_part = bootstrap(
             lambda seconds: numel(size) * 32 / seconds / bits_per_second, samples[name]
         )

@@ -68,6 +68,7 @@ def measured(events: Iterable[Mapping[str, Any]]) -> float:
             action["ts"] for action in actions
         )
         workers = len({action["pid"] for action in actions})
+        # The bubble is the part of the time in which workers are idle.
         bubbles.append(1 - sum(action["dur"] for action in actions) / (workers * step_time))
     return statistics.median(bubbles)
 
@@ -147,6 +148,7 @@ def main() -> None:
     for name in SCHEDULES:
         simulated_bubble = simulated(name, options.workers, options.micro_batches, options.seconds)
         with tempfile.TemporaryDirectory() as folder:
+            # The job runs this script again, as its workers.
             words = [*sys.argv, "--train", name, "--folder", folder]
             subprocess.run(
                 [

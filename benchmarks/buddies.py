@@ -43,6 +43,7 @@ def train(options: argparse.Namespace) -> None:
     )
     batch, steps = 2 * options.batch, SETTLED + 2 * BLOCK * options.blocks
 
+    # The few sequences of tokens are repeated, as only the time matters.
     class Endless(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
             return steps * batch
@@ -97,6 +98,7 @@ def measure(options: argparse.Namespace, out: Path) -> dict[str, object]:
         )
     assert outcome.code == 0, outcome.output
     step_ends = moments(out)
+    # Mean steps of blocks, from the end of the step before. Blocks with copies are even.
     block_means = [
         (step_ends[start + BLOCK - 1] - step_ends[start - 1]) / BLOCK
         for start in range(SETTLED, len(step_ends) - BLOCK + 1, BLOCK)

@@ -56,6 +56,7 @@ def train(options: argparse.Namespace) -> None:
         0, VOCAB, (64 * options.batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
     )
 
+    # The few sequences of tokens are repeated, as only the time matters.
     class Endless(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
             return len(blocks) * options.every * options.batch * options.workers
@@ -114,6 +115,7 @@ def train(options: argparse.Namespace) -> None:
                 )
                 if run.is_first:
                     Path(options.inside, "blocks.json").write_text(json.dumps(results))
+                # All workers have the same means, so all of them break here.
                 is_late = sum(float(block["seconds"]) for block in results) > options.patience
                 if is_late or len(quiet(results, 1 + len(options.ways))) == options.rounds:
                     break
@@ -135,6 +137,7 @@ def processors() -> tuple[float, float]:
 
     The second number includes the time that the machine's host has taken away.
     """
+    # The first line of /proc/stat has the sums over all cores, in ticks.
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     user, nice, system, _, _, irq, soft, steal = ticks
     return time.process_time(), (user + nice + system + irq + soft + steal) / os.sysconf(
@@ -250,6 +253,7 @@ def main(words: Sequence[str] | None = None) -> None:
         results = json.loads(Path(folder, "blocks.json").read_text())
     rounds = len(quiet(results, 1 + len(options.ways)))
     print(f"{rounds} quiet rounds of {len(results) // (1 + len(options.ways)) - WARM}")
+    # A busy machine gives no result instead of a wrong one.
     if rounds < FEWEST:
         sys.exit(f"fewer than {FEWEST} quiet rounds: run it when nothing else runs on the machine")
     if (

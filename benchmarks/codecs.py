@@ -55,6 +55,7 @@ def fused(x: Any) -> dict[str, Callable[[], object]]:
         return levels.float() * scale[:, None]
 
     compiled_encode, compiled_decode = torch.compile(encode), torch.compile(decode)
+    # Compile before the measurement.
     message = compiled_encode(x)
     compiled_decode(*message)
     return {
@@ -78,6 +79,7 @@ def ours(text: str, x: Any) -> dict[str, Callable[[], object]]:
     out = torch.empty_like(x)
     coding.encode(x, message)
     coding.decode(message, out)
+    # A coding that is worse than sending nothing is broken.
     if float((out - x).norm()) > float(x.norm()):
         raise RuntimeError(f"{text}: decoded values are worse than zeros")
     return {
@@ -97,6 +99,7 @@ def main(words: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     for size in options.sizes:
+        # The fused kernel needs whole blocks.
         count = int(float(size.removesuffix("M")) * 1e6) // 4 // BLOCK * BLOCK
         x = torch.randn(count, generator=torch.Generator().manual_seed(0))
         acts = fused(x)

@@ -35,6 +35,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("paceline")
+    # None is the default group, on the backend "paceline".
     groups = {"gloo": dist.new_group(backend="gloo"), "paceline": None}
     models: dict[str, Any] = {}
     steps: dict[str, Any] = {}
@@ -67,6 +68,7 @@ def main() -> None:
         raise RuntimeError(
             f"the weights on the backends are {distance:.2e} apart, more than {AWAY:g}"
         )
+    # Ratios within rounds, because the speed of the machine drifts.
     speed_up = statistics.median(
         theirs / ours
         for theirs, ours in zip(seconds["gloo"][1:], seconds["paceline"][1:], strict=True)

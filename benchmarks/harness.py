@@ -62,6 +62,7 @@ class Crew:
         self._processes: list[subprocess.Popen[str]] = []
         self._links: list[_Link] = []
         listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+        # Processes find the coordinator by an environment variable.
         environ = {**os.environ, **ONE_THREAD, "HARNESS": f"127.0.0.1:{listener.getsockname()[1]}"}
         try:
             for command in commands:
@@ -88,6 +89,7 @@ class Crew:
         end = time.monotonic() + patience
         listener.settimeout(0.5)
         while len(links) < size:
+            # Wake up often, to notice a process that has failed.
             with contextlib.suppress(TimeoutError):
                 link = _Link(listener.accept()[0])
                 links[link.receive()["rank"]] = link
@@ -208,6 +210,7 @@ def interleave(
     """
     names, samples = list(variants), {name: [] for name in variants}
     for index in range(-warmup, rounds):
+        # The first variant of a round may find other caches or clock rates, so it changes.
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
             seconds = variants[name]()
@@ -249,6 +252,7 @@ def bootstrap(
     rounds, generator = len(samples[0]), random.Random(seed)
     values = []
     for _ in range(draws):
+        # The same rounds are taken of all samples.
         chosen = [generator.randrange(rounds) for _ in range(rounds)]
         values.append(
             statistic(
@@ -256,6 +260,7 @@ def bootstrap(
             )
         )
     values.sort()
+    # The interval leaves out the same number of values on both sides.
     edge = (1 - level) / 2
     return Interval(
         statistic(*map(statistics.median, samples)),

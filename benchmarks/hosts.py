@@ -92,6 +92,7 @@ def serve(options: argparse.Namespace) -> None:
     sleeps: dict[str, list[float]] = {variant: [] for variant in programs}
     other_thread_seconds: dict[str, list[float]] = {variant: [] for variant in programs}
 
+    # All ranks take turns together, and each sample is the same on all of them.
     def turn(variant: str) -> float:
         _, program = programs[variant]
         next(program)  # warm the caches, and bring the workers together
@@ -106,6 +107,7 @@ def serve(options: argparse.Namespace) -> None:
             [later - earlier for earlier, later in zip(before, after, strict=True)],
             dtype=torch.float64,
         )
+        # The slowest worker has the time of a step. Processor seconds are added up.
         dist.all_reduce(step_time, dist.ReduceOp.MAX, meeting_group)
         dist.all_reduce(counts, group=meeting_group)
         processor_seconds[variant].append(counts[0].item() / steps)
@@ -154,6 +156,7 @@ def _inspect(models: dict[str, Any]) -> None:
     }
     for variant, values in weights.items():
         distance = float((values - weights["paceline"]).double().norm() / values.double().norm())
+        # Without an exchange weights have to differ. Otherwise the check would show nothing.
         if (distance > LAST) != (variant == "nothing"):
             raise RuntimeError(f"the weights of {variant} are {distance:.2e} away from paceline's")
 
@@ -190,6 +193,7 @@ def measure(options: argparse.Namespace, name: str, bandwidth: str) -> dict[str,
         with lab.cluster(hosts=HOSTS, workers=WORKERS, bandwidth=bandwidth) as cluster:
             environ = {"OMP_NUM_THREADS": "1"}
             if not options.unmeasured:
+                # paceline reads the measured cluster from this file.
                 environ["PACELINE_CLUSTER"] = str(Path(folder) / "cluster.json")
                 probe(cluster, Path(environ["PACELINE_CLUSTER"]))
             outcome = cluster.run(
@@ -213,6 +217,7 @@ def judge(name: str, bandwidth: str, found: dict[str, Any]) -> list[Row]:
         found["samples"],
         {variant: statistics.median(values) for variant, values in found["samples"].items()},
     )
+    # The best size of DDP's buckets is known only now, which is in DDP's favour.
     best = min(
         (variant for variant in samples if variant.startswith("ddp")), key=medians.__getitem__
     )

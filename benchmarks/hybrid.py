@@ -48,6 +48,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     with pl.start("AllReduce(codec=int8())", mesh="data=2, shard=2", name="hybrid") as run:
+        # Ranks 0 and 3 are on different hosts.
         hosts = [list(run.mesh.ranks_along(rank, ["shard"])) for rank in (0, 3)]
         across = [list(run.mesh.ranks_along(rank, ["data"])) for rank in hosts[0]]
         all_workers = DeviceMesh.from_group(gloo([[0, 1, 2, 3]]), "cpu")
@@ -68,6 +69,7 @@ def main() -> None:
         }
         steps = {name: stepping(*variant) for name, variant in variants.items()}
         rounds = options.rounds + 1
+        # The same few batches in each round, so that losses fall.
         tokens = TensorDataset(
             *(
                 torch.stack(part)
@@ -86,6 +88,7 @@ def main() -> None:
                 losses[name] += [step(x, y) for x, y in loader]
                 run.barrier()
                 seconds[name].append((time.perf_counter() - start) / options.steps)
+        # Equal first losses show equal models and data. Falling losses show that all of them train.
         if any(
             abs(values[0] - losses["fsdp2"][0]) > NEAR or not values[-1] < values[0]
             for values in losses.values()

@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="exit with 1 if the bar is missed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # Both workers have the same prompt.
     prompt = torch.randint(
         256, (options.prompt,), generator=torch.Generator().manual_seed(1)
     ).tolist()
@@ -117,6 +118,7 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         pl.start(mesh="tensor", folder=folder, trace="off", deadline=120 + options.patience) as run,
     ):
+        # Only the first worker has the whole model.
         whole, alone, rounds = made(options) if run.is_first else None, Alone(), list[Round]()
         cut = run.prepare(made(options), cut=make_cuts(["tensor"]))
         for _ in range(options.rounds + 1):  # the first round doesn't count
@@ -139,6 +141,7 @@ def main() -> None:
             )
             clocks_after = machine_load.read_clocks()
             processor_seconds = float(run.mean(time.process_time() - processor_start)) * run.size
+            # The cores were busy for both workers and for other programs. Only the others disturb.
             if clocks_before is not None and clocks_after is not None:
                 current_round.others = max(
                     0.0, clocks_after.busy - clocks_before.busy - processor_seconds
@@ -156,6 +159,7 @@ def report(rounds: Sequence[Round], tokens: int) -> float:
     if len({tuple(text) for item in rounds for text in item.texts.values()}) > 1:
         raise RuntimeError(f"tokens differ: {[item.texts for item in rounds]}")
     quiet = [item for item in rounds if item.others <= QUIET]
+    # If no round is quiet, all of them count, and the output says so.
     counted = quiet or rounds
     for name in ("alone", "both"):
         answer, first = (

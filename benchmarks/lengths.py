@@ -51,6 +51,7 @@ def serve(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     count = options.steps * WORKERS * EACH
+    # The same lengths on all workers.
     lengths = torch.randint(
         SHORTEST, LONGEST + 1, (count,), generator=torch.Generator().manual_seed(1)
     ).tolist()
@@ -116,6 +117,7 @@ def serve(options: argparse.Namespace) -> None:
                     run.barrier()
                     step_seconds.append(time.perf_counter() - start)
                     start = time.perf_counter()
+                    # Then the same samples alone, for the worker's own speed.
                     loss(plain, batch, padded=False).backward()
                     alone_steps.append([float(sum(map(len, batch))), time.perf_counter() - start])
                 seconds[name].append(step_seconds)
@@ -148,6 +150,7 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, list[tuple[floa
         if outcome.code != 0:
             raise SystemExit(outcome.output)
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(WORKERS)]
+    # Own speeds are means over all rounds, as they don't depend on the way.
     speeds = [
         _speed([step for rounds in rank["ideal"].values() for steps in rounds for step in steps])
         for rank in ranks
@@ -157,6 +160,7 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, list[tuple[floa
         rows = []
         for round_number in range(WARMUP, options.rounds + WARMUP):
             tokens = [sum(step[0] for step in rank["ideal"][name][round_number]) for rank in ranks]
+            # A step takes as long as on the slowest worker.
             step_seconds = statistics.mean(
                 max(step)
                 for step in zip(

@@ -106,6 +106,7 @@ def seconds(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, x: T
         x: Its input.
     """
     wait_for_device = torch.cuda.synchronize if x.is_cuda else lambda: None
+    # Work on a GPU is queued. It has to end before the clock is read.
     wait_for_device()
     start = time.perf_counter()
     for _ in range(case.steps):
@@ -137,6 +138,7 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, list[flo
             {"plain": lambda: seconds(case, *plain), "paceline": lambda: seconds(case, *ours)},
             rounds,
         )
+        # Sums on a GPU may round differently, so weights are close and not equal.
         for plain_parameter, parameter in zip(
             plain[0].parameters(), ours[0].parameters(), strict=True
         ):

@@ -97,6 +97,7 @@ def worker(sync: str, case: str, turns: int, base: float, out: str, *, rows: int
         run.barrier()
         start = time.time()
         for x, y, ids in loader:
+            # The wait for rows of the table is not part of the worker's own time.
             table_rows = None if model.table is None else model.table(ids)
             turn_start = time.perf_counter()
             time.sleep(next(pauses))
@@ -146,10 +147,12 @@ def measure(pace: str, case: str, options: argparse.Namespace) -> float:
             json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.workers)
         ]
         summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
+    # Samples of gradients that came too late did not count.
     dropped = summary["servers"][0]["dropped"]["samples"]
     seconds = max(report["ended"] for report in reports) - min(
         report["began"] for report in reports
     )
+    # A backup worker lets the others go on without the slow one.
     counted = reports[:-1] if "backup" in pace and case == "one" else reports
     own_speed = sum(report["samples"] / report["busy"] for report in counted)
     return float((sum(report["samples"] for report in reports) - dropped) / seconds / own_speed)

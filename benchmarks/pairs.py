@@ -106,6 +106,7 @@ class Peer:
     def stream(self, variant: str) -> list[Any]:
         if self.rank == 0:
             answer = self.receive(variant, self.note)
+            # All messages are begun before the first one is waited for.
             for sending in [self.send(variant, x) for x in self.data]:
                 sending.wait()
             answer()
@@ -126,6 +127,7 @@ class Peer:
             The seconds of a repetition, and whether the last one was received correctly.
         """
         act = self.round_trip if pattern == "round trip" else self.stream
+        # Old values must not pass as received ones.
         for room in self.room:
             room.zero_()
         self.dist.barrier()
@@ -176,6 +178,7 @@ def compare(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
             for size in options.sizes:
                 crew.ask(nbytes=SIZES[size])
                 for pattern in PATTERNS:
+                    # Small messages are repeated more often in a batch.
                     batch = max(
                         4, TOUCHED // (SIZES[size] * (STREAM if pattern == "stream" else 2))
                     )

@@ -27,6 +27,7 @@ def write_part(docs: Path, name: str, command: str, text: str) -> Path:
     marked_part = re.compile(
         rf"^<!-- begin {name}:.*?^<!-- end {name} -->$", re.MULTILINE | re.DOTALL
     )
+    # A function as replacement, because backslashes in `part` would be read as escapes.
     new_text = (
         marked_part.sub(lambda _: part, old_text)
         if marked_part.search(old_text)

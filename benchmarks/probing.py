@@ -60,6 +60,7 @@ def rate_between(cluster: Description, source: int, target: int) -> float:
         target: Index of the receiving host.
     """
     hosts = cluster.hosts
+    # The slowest part of the way decides: the two hosts, and the uplinks of racks if it leaves one.
     limits = [hosts[source].up, hosts[target].down]
     racks = {name: rack for rack in cluster.racks for name in rack.hosts}
     source_rack, target_rack = racks.get(hosts[source].name), racks.get(hosts[target].name)
@@ -95,6 +96,7 @@ def shares_uplink(cluster: Description, source: int, target: int) -> bool:
     count, shift = len(cluster.hosts), (target - source) % len(cluster.hosts)
     racks = {name: index for index, rack in enumerate(cluster.racks) for name in rack.hosts}
     rack_by_host = [racks.get(host.name, -1) for host in cluster.hosts]
+    # Hosts of the same rack that send out of it at the same time.
     senders = [
         host
         for host in range(count)
@@ -132,6 +134,7 @@ def difference(
             measured_link.crowded_bytes_per_second for measured_link in measured_links
         )
         largest_difference = max(largest_difference, abs(measured_rate / rate - 1))
+        # A link loses if it carries much less while other hosts send, too.
         is_losing = 0 < crowded_rate < CROWDED * measured_rate
         shared = shared and is_losing == shares_uplink(cluster, link.source, link.target)
     columns = zip(*(topology.relative_speeds() for topology in found), speeds(cluster), strict=True)
@@ -188,6 +191,7 @@ def main() -> None:
     options = parser.parse_args()
     names = ["two-hosts", "unequal"] if options.quick else options.clusters.split(",")
     clusters = [description.ready(name) for name in names]
+    # A lab may need a user namespace.
     kernel.seek_rights()
     measurements: dict[str, list[tuple[Topology, float]]] = {name: [] for name in names}
     for _ in range(1 if options.quick else options.rounds):

@@ -55,6 +55,7 @@ def train(options: argparse.Namespace) -> None:
         step_seconds = []
         for x, _ in loader:
             loss = (model(x) ** 2).mean()
+            # In lockstep workers begin together, so a step has no wait for a late one.
             if not options.apart:
                 run.barrier()
             step_start = time.perf_counter()
@@ -123,6 +124,7 @@ def main() -> None:
     for bandwidth in options.bandwidth:
         times_by_way: dict[str, list[float]] = {way: [] for way in options.ways}
         for round_number in range(options.rounds):
+            # The order rotates, so that no way always comes first.
             turn = round_number % len(options.ways)
             for way in [*options.ways[turn:], *options.ways[:turn]]:
                 times_by_way[way].append(launch(options, bandwidth, way))

@@ -109,6 +109,7 @@ def measure(
             turn = round_number % len(names)
             for name in [*names[turn:], *names[:turn]]:
                 way = WAYS[name]
+                # As many whole periods as fit into the time, by the last known step.
                 steps = max(1, round(SECONDS / guess.get(name, 1.0) / way.period)) * way.period
                 records_by_way[name].append(
                     _launch(
@@ -130,6 +131,7 @@ def measure(
 def _launch(peer: Peer, cell: Cell, where: Place, number: int, folder: Path) -> dict[str, Any]:
     measurement = Measurement([cell], [peer], 1, 0, 2, Records(folder / "sending.jsonl"), say=print)
     record = measurement.round(cell, peer, number, where, measurement.reference(cell))
+    # Wrong weights or a failed launch end the benchmark.
     if record["why"] is not None:
         raise LaunchError(f"{peer.title}: {record['why']}")
     return record
@@ -172,6 +174,7 @@ def main(words: Sequence[str] | None = None) -> None:
     raw: dict[str, Any] = {}
     for bandwidth in options.bandwidth:
         is_slow = bandwidth == "100mbit"
+        # First guesses of seconds of a step, for the number of steps of the first launch.
         guess = dict.fromkeys(WAYS, 0.7) | {
             "ddp": 10.0 if is_slow else 1.2,
             "ddp-fp16": 5.0 if is_slow else 0.8,

@@ -95,6 +95,7 @@ class Served:
         self._process.stdin.flush()
         self.addresses = json.loads(self._process.stdout.readline())
         self.memory = psutil.Process(self._process.pid)
+        # A piece has rows of 1000 values.
         rows = int(unit_mb * 1e6) // 4 // 1000
         shape = BucketShape.of_parameter(torch.empty(rows, 1000, device="meta"))._replace(
             device=torch.device("cpu")
@@ -128,6 +129,7 @@ class Served:
         """Push all gradients, apply them, and pull all parameters. Returns seconds."""
         self._step += 1
         start = time.perf_counter()
+        # All requests are sent before the first reply is waited for, as workers do it.
         pushes = [
             PushGradient(Index(index), self._step, 0, b"\1", False, False, flat)
             for index, flat in enumerate(self.units)
@@ -188,6 +190,7 @@ def main() -> None:
         server.close()
         for echo in echoes.values():
             echo.close()
+    # The echo is taken at its faster way, which makes the bar harder.
     quickest = min(("echo ipc", "echo tcp"), key=lambda name: statistics.median(times[name]))
     ratios = [echo / ours for echo, ours in zip(times[quickest], times["served ipc"], strict=True)]
     interval = bootstrap(lambda median: median, ratios)

@@ -82,8 +82,11 @@ def main() -> None:
         )
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for x, y in loader:
+            # All variants train on the same batch, so their losses have to be equal.
             losses = set()
             for name, step in steps.items():
+                # Workers begin and end together, so a step of a variant is not mixed with the next
+                # one.
                 dist.barrier()
                 start = time.perf_counter()
                 losses.add(step(x, y))

@@ -59,6 +59,7 @@ def train(
     script = folder / "train.py"
     script.write_text(SCRIPT)
     with lab.cluster(hosts=3, workers=1, bandwidth="1gbit") as cluster:
+        # Hosts count from 0, so host 2 is the last one.
         faults = f"link(host=2, bandwidth='100mbit', step={slow})"
         outcome = cluster.run(
             script,
@@ -96,6 +97,7 @@ def main() -> None:
                 f"the run names {[link['hosts'] for link in links]}, but the link of host2 got slow"
             )
         _, advised_seconds, _ = train(Path(root) / "coded", steps, slow, "AllReduce(codec=int8())")
+    # Only steps after the link was found slow.
     gain = statistics.median(seconds[links[0]["step"] :]) / statistics.median(
         advised_seconds[links[0]["step"] :]
     )

@@ -68,6 +68,7 @@ def main() -> None:
         for name, split in splits.items():
             torch.manual_seed(0)
             model = GPT(SHAPE)
+            # "auto" measures the layers, and the loss belongs to the last of them.
             loss_option = {"loss": next_token_loss} if split == "auto" else {}
             cut = pl.pipeline(
                 LAYERS, micro_batches=options.micro_batches, split=split, **loss_option
@@ -90,6 +91,7 @@ def main() -> None:
             name: statistics.median(step_seconds[WARMUP:]) for name, step_seconds in seconds.items()
         }
         for name, median in medians.items():
+            # The bounds begin with 0, so the second one is the size of the first stage.
             first = next(iter(run._prepared.cuts.pipeline_of(models[name][0]).split.bounds[1:]))
             run.print(f"{name:5} {first:3} layers on the first worker {median * 1e3:8.1f} ms")
         even, best = medians[str(COUNT // 2)], min(medians[str(first)] for first in options.firsts)

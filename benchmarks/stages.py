@@ -65,6 +65,7 @@ def by_hand(shape: GPTShape, group: Any, micro_batches: int) -> Step:
         micro_batches: Number of micro-batches.
     """
     gpt, rank, middle = model(shape), dist.get_rank(), shape.layers // 2
+    # Rank 0 has the first half of the blocks, rank 1 the rest.
     part = (
         Embedding(gpt, middle)
         if rank == 0
@@ -154,10 +155,12 @@ def main() -> None:
                 losses.append(step(x, y))
                 dist.barrier()
                 seconds[name].append(time.perf_counter() - start)
+            # All variants train on the same batch, so their losses agree.
             if max(losses) - min(losses) > AWAY * max(losses):
                 raise RuntimeError(f"losses differ: {dict(zip(steps, losses, strict=True))}")
         failure = ""
         for name, step_seconds in seconds.items():
+            # Ratios within steps, because the speed of the machine drifts.
             ratio = statistics.median(
                 ours_seconds / torch_seconds
                 for ours_seconds, torch_seconds in zip(

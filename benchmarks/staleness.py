@@ -39,6 +39,7 @@ def rates(steps: int) -> list[float]:
 
     A quick worker takes more turns than planned, with the last rate.
     """
+    # The schedule needs an optimizer. This one trains nothing.
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=RATE)
     schedule = OneCycleLR(optimizer, max_lr=RATE, total_steps=steps + 1, pct_start=0.1)
     values = []
@@ -167,10 +168,12 @@ class Simulation:
     def _gradient(self, worker: int) -> list[Tensor]:
         """Compute the gradient of the worker's piece, at the parameters that it has read."""
         piece, server_values = self._pieces[worker], self._values()
+        # Batches are read in order, and kept for the workers that get other pieces of them.
         while piece.batch not in self._dealt:
             batch_index, batch = next(self._batches)
             self._dealt[batch_index] = batch
         x, y = (tensor[piece.start : piece.stop] for tensor in self._dealt[piece.batch])
+        # Compute with the parameters of the worker, then put those of the servers back.
         self._put(self._read[worker])
         self.model.zero_grad()
         next_token_loss(self.model(x), y).backward()
@@ -197,6 +200,7 @@ class Simulation:
                 torch.zeros(()),
             )
         clip_grad_norm_(self.model.parameters(), 1.0)
+        # The learning rate is that of the turn of the first contributing worker.
         turn = contributions[min(contributions)][0] - 1
         self._optimizer.param_groups[0]["lr"] = (
             self._rates[min(turn, len(self._rates) - 1)] * samples / BATCH

@@ -27,6 +27,7 @@ HELP_SECONDS = 0.4  # longest time of `paceline --help`
 BESIDE = Path(sys.executable).parent
 COMMANDS = {
     "import torch": [sys.executable, "-c", "import torch"],
+    # The attribute is imported when it is first used.
     "paceline.start": [sys.executable, "-c", "import paceline; paceline.start"],
     "paceline --help": [str(BESIDE / "paceline"), "--help"],
 }
@@ -113,6 +114,7 @@ def timing(command: Sequence[str], folder: Path | None = None) -> Callable[[], f
 
 def main() -> None:
     options = arguments(__doc__ or "", "startup", rounds=20).parse_args()
+    # Check first that the help is shown without torch.
     check = SHOW + "if 'torch' in sys.modules: sys.exit('paceline --help imports torch')\n"
     subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
     samples = interleave(
@@ -170,6 +172,7 @@ def main() -> None:
             most=0.5,
         )
     )
+    # Rounds in which paceline run took at least as long as torchrun.
     lost_pairs = sum(
         our_seconds >= their_seconds
         for our_seconds, their_seconds in zip(

@@ -72,6 +72,7 @@ def train(options: argparse.Namespace) -> None:
         0, VOCAB, (64 * options.batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
     )
 
+    # The few sequences of tokens are repeated, as only the time matters.
     class Endless(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
             return options.steps * options.batch * options.workers
@@ -101,6 +102,7 @@ def train(options: argparse.Namespace) -> None:
                 optimizer.zero_grad()
                 log.write(f"{run.steps} {time.time()}\n")
                 log.flush()
+                # The coordinator ends the run by this file.
                 if (out / "enough").exists():
                     run.stop()
         if switch is not None:
@@ -166,6 +168,7 @@ def tiny(options: argparse.Namespace) -> None:
             0,
             [[0, 0], [0, 0]],
         )
+        # Count the meetings that only survival needs: those that settle a call.
         run.group.gather_bytes = lambda body, **options: (
             (meeting_nbytes.append(len(body)) if b"settled" in body else None)
             or gather_bytes(body, **options)
@@ -313,6 +316,7 @@ def killed(
     step_times = moments(out)
     gaps = list(pairwise(step_times))
     median_step = statistics.median(after - before for before, after in gaps)
+    # The longest gap between two steps around each kill.
     lost_seconds = [
         max(
             after - before

@@ -103,6 +103,7 @@ class DDP:
         from paceline.apps.recommender import compute_loss
 
         share = self._batch // WORKERS
+        # Each worker takes its half of each batch.
         for start in range(self._rank * share, FAR, self._batch):
             numbers, ids, clicked = self._log.read_samples(torch.arange(start, start + share))
             compute_loss(self._model(numbers, ids), clicked).backward()
@@ -169,6 +170,7 @@ def crew(name: str, options: argparse.Namespace, folder: str) -> Crew:
         str(WORKERS),
     ]
     flags += [] if options.prefetch else ["--no-prefetch"]
+    # Initial values of large tables take a while, so patience is long.
     return Crew(
         name,
         [[*launch, str(HERE / "tables.py"), "--serve", name, *flags]],
@@ -207,6 +209,7 @@ def main() -> None:
             return lambda: max(answer["seconds"] for answer in asked_crew.ask(steps=options.steps))
 
         samples = interleave({"paceline": asking(ours), "ddp": asking(theirs)}, options.rounds)
+        # The AUC is that of the first worker, as models are equal. Memory is that of the largest.
         ends = {
             program.name: program.ask()[0]
             | {"megabytes": max(answer["megabytes"] for answer in program.ask())}

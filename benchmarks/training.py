@@ -332,6 +332,7 @@ def measure(name: str, workers: int, options: argparse.Namespace) -> dict[str, l
     launch = [sys.executable]
     if workers > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    # torchrun starts the workers of all programs. A single worker needs no launcher.
     with (
         tempfile.TemporaryDirectory() as folder,
         Crew(name, [[*launch, *script]], workers, folder=folder) as crew,
@@ -356,12 +357,14 @@ def inspect(answers: Sequence[Message], workers: int) -> None:
     `answers` are those of `Worker.compare`.
     """
     for variant in answers[0]:
+        # Workers without an exchange train on different samples, so they have to differ.
         equal = len({answer[variant]["hash"] for answer in answers}) == 1
         if equal != (variant != "nothing" or workers == 1):
             raise RuntimeError(
                 f"{variant}: the workers' weights are "
                 f"{'equal' if equal else 'different'} after training"
             )
+    # paceline is compared with DDP, or with the plain loop if there is one worker.
     reference = "ddp" if "ddp" in answers[0] else "nothing" if workers == 1 else None
     if reference is not None and "paceline" in answers[0] and answers[0][reference]["away"] > LAST:
         raise RuntimeError(
@@ -394,6 +397,7 @@ def judge(name: str, workers: int, samples: dict[str, list[float]]) -> list[Row]
             )
         ]
     if "ddp" in samples and "nothing" in samples:
+        # The three medians are drawn together, as they belong to the same rounds.
         added = bootstrap(
             lambda nothing, ddp, paceline: (paceline - nothing) / (ddp - nothing),
             samples["nothing"],

@@ -39,6 +39,7 @@ def crew(model: str, variant: str, tree: Path) -> Crew:
         str(WORKERS),
     ]
     script = [str(HERE / "training.py"), "--serve", model, "--variants", variant]
+    # PYTHONPATH comes before installed packages, so workers import the paceline of the tree.
     return Crew(f"{variant} of {tree}", [["env", f"PYTHONPATH={tree}", *launch, *script]], WORKERS)
 
 

@@ -98,6 +98,7 @@ def serve(options: argparse.Namespace) -> None:
             for name in options.ways:
                 run.barrier()
                 start = time.perf_counter()
+                # DDP has no loader: each worker takes its part of the batch.
                 if name == "ddp":
                     assert ddp is not None
                     for index in range(options.steps):
@@ -198,6 +199,7 @@ def measure(options: argparse.Namespace, case: str, ways: Sequence[str]) -> list
             outcome = built.run(__file__, *words, environ={"OMP_NUM_THREADS": "1"}, deadline=3600)
         if outcome.code != 0:
             raise SystemExit(outcome.output)
+        # Show when and how shares have changed.
         for line in outcome.output.splitlines():
             if "shares are now" in line:
                 print(f"  {case}: {line.strip()}")
@@ -219,6 +221,7 @@ def change(options: argparse.Namespace) -> list[dict[str, float]]:
         lab.cluster(hosts=2, workers=1, processors=1.0) as cluster,
     ):
         words = ("--serve", folder, "--case", "change", f"--steps={8 * stretch}")
+        # The quota of the second host is cut for some time.
         fault = lab.slow(host=1, factor=0.4, step=2 * stretch, seconds=options.slow)
         outcome = cluster.run(
             __file__, *words, faults=[fault], environ={"OMP_NUM_THREADS": "1"}, deadline=3600
@@ -240,6 +243,7 @@ def change(options: argparse.Namespace) -> list[dict[str, float]]:
         if steps[step][1] != steps[step - 1][1] and step >= stretch
     ]
     rows = []
+    # With 1 and 0.4 cores the optimum takes 2 / 1.4 times as long as with two cores.
     for change_step, optimum in (
         (2 * stretch, full_speed_step * 2 / 1.4),
         (restored_step, full_speed_step),

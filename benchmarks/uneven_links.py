@@ -61,6 +61,7 @@ def serve(options: argparse.Namespace) -> None:
         }
         ways |= {name: find_reducer_maker(name)(context) for name in ("ring", "owners")}
         numel = int(options.megabytes * 1e6) // 4
+        # Whole numbers, so that sums are exact in any order.
         parts = [
             torch.randint(
                 -1000, 1000, (numel,), generator=torch.Generator().manual_seed(rank)
@@ -73,6 +74,7 @@ def serve(options: argparse.Namespace) -> None:
             flats = [parts[run.rank].clone() for _ in range(options.buckets)]
             run.barrier()
             start = time.perf_counter()
+            # Several buckets are under way at once, as in a training.
             works = [
                 ways[name].all_reduce(flat, f"bucket {index}") for index, flat in enumerate(flats)
             ]
@@ -160,6 +162,7 @@ def main() -> None:
     print("\n".join(results["said"]))
     samples = results["samples"]
     medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
+    # The best of the ways with even chunks is the one to compare with.
     best = min(EVEN, key=medians.__getitem__)
     what = f"{options.buckets} x {options.megabytes:g} MB, {options.cluster.stem}"
     rows = [

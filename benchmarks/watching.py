@@ -111,6 +111,7 @@ class Reader:
             return  # the stream was closed
 
     def __exit__(self, *_: object) -> None:
+        # Closing the stream would wait for the thread that reads it. This ends the read.
         sock = self._stream.fp.raw._sock
         sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -171,6 +172,7 @@ def measure(
         before = reader.events
         with reader:
             seconds = steps(True)
+        # A reader that has seen nothing would cost nothing.
         if reader.events - before < 2 or "running" not in reader.seen:
             raise SystemExit(
                 f"the reader has seen {reader.events - before} changes in a round: "

@@ -85,6 +85,7 @@ def main() -> None:
                 return run.step(model, x, y, loss=next_token_loss)
 
         for x, y in batches:
+            # The stamps of all workers are those of the same moment.
             run.barrier()
             stamps.append(time.perf_counter())
             optimizer.zero_grad()

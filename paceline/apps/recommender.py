@@ -89,6 +89,7 @@ def build_model(
         replicas: Number of servers that have the same rows. Default: chosen by `SparseEmbedding`.
     """
     table_options: dict[str, Any] = {"std": ROW_STD, "servers": servers, "replicas": replicas}
+    # The same seed on all workers, without a change of the global generator.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         seeds = range(100, 100 + log.tables)
@@ -217,6 +218,7 @@ def main() -> None:
     if (options.staleness or options.backup_workers) and options.dense_by != "server":
         parser.error("--staleness and --backup-workers need --dense-by server")
 
+    # Validation samples follow after all training samples.
     log, samples = (
         ClickLog(options.tables, options.rows, options.bag),
         options.steps * options.batch,
@@ -241,6 +243,7 @@ def main() -> None:
         model, optimizer, train, held_out = run.prepare(model, optimizer, train, held_out)
         for numbers, ids, clicked in train:
             loss = compute_loss(model(numbers, ids), clicked)
+            # Rows of the next batch arrive while the gradients of this one are computed.
             if options.prefetch:
                 model.prefetch(train.peek())
             loss.backward()
@@ -248,6 +251,7 @@ def main() -> None:
             optimizer.zero_grad()
             run.log(loss=loss)
         run.results["auc"] = evaluate_auc(run, model, held_out)
+        # ru_maxrss is in KB.
         memory = torch.tensor([resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3])
         run.results["worker_memory_mb"] = float(run.gather(memory).max())
         run.print(

@@ -94,6 +94,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
+        # One token more than the context, for the last target.
         window = self.tokens[index * self.context : (index + 1) * self.context + 1].long()
         return window[:-1], window[1:]
 

@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--name", default=None, help="name of the run folder")
     parser.add_argument("--folder", default="runs", help="folder of the run folders")
     options = parser.parse_args()
+    # Each level halves the grid, and the grid of the coarsest level has to be even, too.
     if options.grid < 16 or options.grid % (2 * 2**options.levels):
         parser.error(
             f"--grid {options.grid} with --levels {options.levels}: give 16 or more, divisible by "
@@ -171,11 +172,13 @@ def main() -> None:
         loader = SolvedSamples(equation, run.seed, 0, options.steps * options.batch).make_loader(
             options.batch
         )
+        # Validation samples are far away from those of training, whatever their number.
         held_out = SolvedSamples(equation, run.seed, HELD_OUT, options.held_out).make_loader(64)
         model, optimizer, schedule, loader, held_out = run.prepare(
             model, optimizer, schedule, loader, held_out
         )
         model.eval()
+        # Only the trained model changes, so the other predictions are evaluated once.
         before = evaluate_errors(run, held_out, {"error_before": model})
         train_model(run, model, optimizer, schedule, loader)
         model.eval()

@@ -107,6 +107,7 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (samples, inward, n, n) to (samples, outward, n, n)."""
+        # The model learns the change of the first channels, so these are added at the end.
         first = x[:, : self.shape.outward]
         x = self.enter(x)
         skips = []
@@ -114,6 +115,7 @@ class UNet(nn.Module):
             skips.append(x)
             x = down(x)
         x = self.middle(x)
+        # The last skip is from the coarsest level, which comes first on the way up.
         for up, skip in zip(self.up, reversed(skips), strict=True):
             x = up(x, skip)
         out: Tensor = first + self.leave(x)

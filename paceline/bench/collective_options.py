@@ -24,6 +24,7 @@ def parse_size(text: str) -> int:
 
     The result is rounded down to a multiple of 4, the size of a float32.
     """
+    # At most six digits, so a size is less than a terabyte.
     match = re.fullmatch(r"(\d{1,6})([KM]?B)", text.strip())
     nbytes = int(match[1]) * UNITS[match[2]] // 4 * 4 if match else 0
     if not nbytes:

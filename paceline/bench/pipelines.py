@@ -48,6 +48,7 @@ def show_schedules(asked: str | None, times: tuple[float, float, float], console
             f"--forward {times[0]:g} --backward {times[1]:g} --transfer {times[2]:g}: "
             "give the first two more than 0, and the transfer 0 or more"
         )
+    # `all` has default sizes, a schedule has none.
     ranks, micro_batches, chunks = _parse_sizes(
         sizes if colon or name != ALL_SCHEDULES else "4x8", asked
     )

@@ -72,11 +72,13 @@ def scaling(
     """
     if (script is None) == (not read):
         raise UsageError("give either a training script, or the folders of runs with --read")
+    # Options that the user has written, other than --read.
     others = [name for name in ctx.params if name != "read" and _is_given(ctx, name)]
     if read and others:
         raise UsageError(
             f"--read runs nothing, so --{others[0].replace('_', '-')} has no effect: leave it out"
         )
+    # Imported here, so that --help stays quick.
     from paceline.bench import scaling as bench
     from paceline.lab import description
 
