@@ -92,10 +92,10 @@ class Advection:
             with speeds of at most 1, and diffusivities (samples).
         """
         counts = (2 * _count_modes(FIELD_WAVES), 2 * _count_modes(FLOW_WAVES), 2, 2)
-        field_values, stream_values, mean_flow, normal_values = make_initial_values(
+        field_values, stream_values, wind, normal = make_initial_values(
             samples, sum(counts), torch.float64, seed=seed, std=1.0
         ).split(counts, dim=1)
-        uniform = (1 + torch.erf(normal_values / math.sqrt(2))) / 2  # evenly spread from 0 to 1
+        uniform = (1 + torch.erf(normal / math.sqrt(2))) / 2  # evenly spread from 0 to 1
         fields = _to_points(_make_spectrum(field_values, FIELD_WAVES, self.grid), self.grid)
         # The flow is the curl of a stream function, so it has no sources.
         along, across = _make_wave_numbers(self.grid)
@@ -103,10 +103,7 @@ class Advection:
         swirl = _to_points(
             torch.stack([1j * across * waves, -1j * along * waves], dim=1), self.grid
         )
-        flow = (
-            swirl / swirl.square().mean((1, 2, 3), keepdim=True).sqrt()
-            + mean_flow[:, :, None, None]
-        )
+        flow = swirl / swirl.square().mean((1, 2, 3), keepdim=True).sqrt() + wind[:, :, None, None]
         speed = flow.square().sum(1).amax((1, 2)).sqrt()
         # The largest speed of a flow is from 0.5 to 1. Diffusivities are log-uniform.
         low, high = (math.log(value) for value in DIFFUSIVITIES)
@@ -126,31 +123,26 @@ class Advection:
         """
         along, across = _make_wave_numbers(self.grid, field.dtype)
         step = self.time / self.step_count
-        is_resolved = (along.abs() < 2 * math.pi * self.grid / 3) & (
-            across < 2 * math.pi * self.grid / 3
-        )
-        # The integrating factor: the part of each wave that diffusion leaves after half a step.
-        half_step_decay = (
-            torch.exp(-diffusivity[:, None, None] * (along**2 + across**2) * (step / 2))
-            * is_resolved
-        )
-        step_decay = half_step_decay * half_step_decay
+        limit = 2 * math.pi * self.grid / 3
+        resolved = (along.abs() < limit) & (across < limit)
+        # The integrating factor: the part of each wave that diffusion leaves after half a step, and
+        # after a full one.
+        decay = diffusivity[:, None, None] * (along**2 + across**2)
+        half = torch.exp(-decay * (step / 2)) * resolved
+        full = half * half
 
         def advect(waves: Tensor) -> Tensor:
             """Compute the change of the waves by the flow in one step."""
             flux = _to_waves(flow * _to_points(waves, self.grid)[:, None])
-            return (along * flux[:, 0] + across * flux[:, 1]) * (-1j * step * is_resolved)
+            return (along * flux[:, 0] + across * flux[:, 1]) * (-1j * step * resolved)
 
-        waves = _to_waves(field) * is_resolved
+        waves = _to_waves(field) * resolved
         for _ in range(self.step_count):
             first = advect(waves)
-            second = advect(half_step_decay * (waves + first / 2))
-            third = advect(half_step_decay * waves + second / 2)
-            fourth = advect(step_decay * waves + half_step_decay * third)
-            waves = (
-                step_decay * waves
-                + (step_decay * first + 2 * half_step_decay * (second + third) + fourth) / 6
-            )
+            second = advect(half * (waves + first / 2))
+            third = advect(half * waves + second / 2)
+            fourth = advect(full * waves + half * third)
+            waves = full * waves + (full * first + 2 * half * (second + third) + fourth) / 6
         return _to_points(waves, self.grid)
 
     def solve_coarsely(self, given: Tensor) -> Tensor:
@@ -260,11 +252,9 @@ def _make_spectrum(numbers: Tensor, highest: int, grid: int) -> Tensor:
         grid: Number of points along each side.
     """
     waves = torch.zeros(len(numbers), grid, grid // 2 + 1, dtype=torch.complex128)
-    amplitudes = torch.view_as_complex(
-        numbers.reshape(len(numbers), 2 * highest + 1, highest + 1, 2)
-    )
+    drawn = torch.view_as_complex(numbers.reshape(len(numbers), 2 * highest + 1, highest + 1, 2))
     wave_rows = torch.arange(-highest, highest + 1)
     strength = torch.exp(-(wave_rows[:, None] ** 2 + torch.arange(highest + 1) ** 2) / highest**2)
     strength[highest, 0] = 0  # the mean
-    waves[:, wave_rows % grid, : highest + 1] = amplitudes * strength * grid**2
+    waves[:, wave_rows % grid, : highest + 1] = drawn * strength * grid**2
     return waves

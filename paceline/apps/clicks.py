@@ -89,9 +89,7 @@ class ClickLog:
             .mean(1)
             for table in range(self.tables)
         ]
-        products = [
-            (first[:, 1:] * second[:, 1:]).sum(1) for first, second in combinations(hidden, 2)
-        ]
+        products = [(one[:, 1:] * other[:, 1:]).sum(1) for one, other in combinations(hidden, 2)]
         logit = -0.5 + numbers[:, 0] - 0.5 * numbers[:, 1] + sum(values[:, 0] for values in hidden)
         return logit + (torch.stack(products).mean(0) if products else 0)
 

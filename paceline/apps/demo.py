@@ -419,13 +419,8 @@ def read_outcome(folder: Path, title: str) -> DemoOutcome:
     if not (folder / "demo.json").exists():  # a brief run
         return DemoOutcome(title, summary, losses)
     results = json.loads((folder / "demo.json").read_text())
-    return DemoOutcome(
-        title,
-        summary,
-        losses,
-        (results["validation"][0], results["validation"][1]),
-        results["sample"],
-    )
+    before, after = results["validation"]
+    return DemoOutcome(title, summary, losses, (before, after), results["sample"])
 
 
 def make_table(
@@ -436,7 +431,7 @@ def make_table(
     Speed-ups and differences of losses are relative to the first outcome. `source` names the text
     that the model learned from.
     """
-    baseline, is_quiet = outcomes[0], not is_disturbed(outcomes)
+    base, is_quiet = outcomes[0], not is_disturbed(outcomes)
     table = Table(
         title=f"\npaceline demo: a GPT of 0.9 M parameters on {source}", title_justify="left"
     )
@@ -451,21 +446,17 @@ def make_table(
         ("validation loss, end", lambda o: f"{o.validation[1]:.3f}" if o.validation else ""),
         (
             "largest difference, 20 steps",
-            lambda o: (
-                "" if o is baseline else f"{compute_difference(o.losses[:20], baseline.losses):.1e}"
-            ),
+            lambda o: "" if o is base else f"{compute_difference(o.losses[:20], base.losses):.1e}",
         ),
         (
-            f"largest difference, {len(baseline.losses)} steps",
-            lambda o: (
-                "" if o is baseline else f"{compute_difference(o.losses, baseline.losses):.1e}"
-            ),
+            f"largest difference, {len(base.losses)} steps",
+            lambda o: "" if o is base else f"{compute_difference(o.losses, base.losses):.1e}",
         ),
         ("samples/s", lambda o: f"{o.summary['samples_per_second']:,.0f}"),
         (
             "speed-up",
             lambda o: (
-                f"{o.summary['samples_per_second'] / baseline.summary['samples_per_second']:.2f}x"
+                f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x"
                 if is_quiet
                 else "busy"
             ),

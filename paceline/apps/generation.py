@@ -107,9 +107,7 @@ def generate_tokens(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--of", type=Path, required=True, help="folder of the run, or of one checkpoint"
-    )
+    parser.add_argument("--of", type=Path, required=True, help="a run, or one of its checkpoints")
     parser.add_argument("--prompt", required=True, help="text to continue")
     parser.add_argument("--tokens", type=int, required=True, help="number of tokens to write")
     parser.add_argument(

@@ -178,13 +178,11 @@ class Attention(nn.Module):
             k: Keys of all tokens so far.
             v: Values of all tokens so far.
         """
-        new_tokens, all_tokens = q.shape[2], k.shape[2]
+        new, total = q.shape[2], k.shape[2]
         # The newest token sees all others, the one before it all but the newest, and so on.
         mask = (
-            torch.ones(new_tokens, all_tokens, dtype=torch.bool, device=q.device).tril(
-                all_tokens - new_tokens
-            )
-            if new_tokens > 1
+            torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+            if new > 1
             else None
         )
         mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
@@ -259,10 +257,8 @@ class GPT(nn.Module):
             draw_weights(layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = torch.arange(x.shape[1], device=x.device)
-        logits: Tensor = self.head(
-            self.norm(self.blocks(self.tokens(x) + self.positions(positions)))
-        )
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
 
     @contextlib.contextmanager
@@ -295,14 +291,12 @@ def make_builder(fields: Mapping[str, Any]) -> Callable[[], GPT]:
     """
     shape = GPTShape(**fields)
     # The fields come from a file, so types and values are checked.
-    allowed_types = {
+    types = {
         name: (int, float) if name == "dropout" else (type(default),)
         for name, default in vars(SMALL).items()
     }
     wrong_names = [
-        name
-        for name, value in vars(shape).items()
-        if type(value) not in allowed_types[name] or value < 0
+        name for name, value in vars(shape).items() if type(value) not in types[name] or value < 0
     ]
     if (
         wrong_names

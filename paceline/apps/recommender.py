@@ -44,16 +44,14 @@ class Recommender(nn.Module):
     def __init__(self, tables: Sequence[nn.Module], dim: int) -> None:
         super().__init__()
         self.tables = nn.ModuleList(tables)
-        vectors = 1 + len(tables)  # of a sample: one of the numbers, and one of each table
+        count = 1 + len(tables)  # vectors of a sample: one of its numbers, and one of each table
         self.bottom = nn.Sequential(
             nn.Linear(NUMBER_FEATURES, WIDTH), nn.ReLU(), nn.Linear(WIDTH, dim)
         )
         self.top = nn.Sequential(
-            nn.Linear(vectors * dim + vectors * (vectors - 1) // 2, WIDTH),
-            nn.ReLU(),
-            nn.Linear(WIDTH, 1),
+            nn.Linear(count * dim + count * (count - 1) // 2, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 1)
         )
-        self._pairs = torch.triu_indices(vectors, vectors, 1).unbind()
+        self._pairs = torch.triu_indices(count, count, 1).unbind()
 
     def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
         """Compute the logits of some samples. The arguments are fields of `ClickBatch`."""
@@ -140,15 +138,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--tables", type=int, default=4, help="number of tables (default %(default)s)"
-    )
+    parser.add_argument("--tables", type=int, default=4, help="tables (default %(default)s)")
     parser.add_argument(
         "--rows", type=int, default=100_000, help="rows of each table (default %(default)s)"
     )
-    parser.add_argument(
-        "--dim", type=int, default=16, help="size of the vector of each row (default %(default)s)"
-    )
+    parser.add_argument("--dim", type=int, default=16, help="size of rows (default %(default)s)")
     parser.add_argument(
         "--bag", type=int, default=2, help="ids of each table in a sample (default %(default)s)"
     )
@@ -185,9 +179,7 @@ def main() -> None:
         default="server",
         help="where the tables are: on servers, or whole on each worker (nn.EmbeddingBag)",
     )
-    parser.add_argument(
-        "--servers", type=int, default=None, help="number of servers (default: one on each host)"
-    )
+    parser.add_argument("--servers", type=int, default=None, help="default: one on each host")
     parser.add_argument(
         "--replicas",
         type=int,
@@ -219,10 +211,8 @@ def main() -> None:
         parser.error("--staleness and --backup-workers need --dense-by server")
 
     # Validation samples follow after all training samples.
-    log, samples = (
-        ClickLog(options.tables, options.rows, options.bag),
-        options.steps * options.batch,
-    )
+    log = ClickLog(options.tables, options.rows, options.bag)
+    samples = options.steps * options.batch
     strategy: Strategy = pl.AllReduce()
     if options.dense_by == "server":
         strategy = ParameterServer(
@@ -236,10 +226,8 @@ def main() -> None:
             log, options.dim, served=served, servers=options.servers, replicas=options.replicas
         )
         optimizer = make_optimizer(options.optimizer, model)
-        train, held_out = (
-            ClickSamples(log, 0, samples).make_loader(options.batch),
-            ClickSamples(log, samples, options.held_out).make_loader(2048),
-        )
+        train = ClickSamples(log, 0, samples).make_loader(options.batch)
+        held_out = ClickSamples(log, samples, options.held_out).make_loader(2048)
         model, optimizer, train, held_out = run.prepare(model, optimizer, train, held_out)
         for numbers, ids, clicked in train:
             loss = compute_loss(model(numbers, ids), clicked)

@@ -82,9 +82,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, tokens: Tensor, context: int) -> None:
         if tokens.numel() <= context:
-            advice = "give more text (one file in ten is for validation) or a shorter context"
             raise DataError(
-                f"{tokens.numel()} tokens are too few for windows of {context}: {advice}"
+                f"{tokens.numel()} tokens are too few for windows of {context}: give more text "
+                "(one file in ten is for validation) or a shorter context"
             )
         self.tokens, self.context = tokens, context
 

@@ -157,10 +157,8 @@ def main() -> None:
             f"{2 * 2**options.levels}"
         )
 
-    equation, shape = (
-        Advection(options.grid, options.time),
-        UNetShape(width=options.width, levels=options.levels, norm=options.norm),
-    )
+    equation = Advection(options.grid, options.time)
+    shape = UNetShape(width=options.width, levels=options.levels, norm=options.norm)
     with pl.start(
         name=options.name, folder=options.folder, seed=options.seed, total_steps=options.steps
     ) as run:

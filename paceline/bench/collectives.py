@@ -130,9 +130,7 @@ def main() -> None:
         "--sizes", default="4KB,256KB,1MB,8MB,33MB", help="sizes of the tensors, with B, KB or MB"
     )
     parser.add_argument("--via", default="native", help="native, or names of schedules")
-    parser.add_argument(
-        "--seconds", type=float, default=0.5, help="how long to measure each combination"
-    )
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds to measure each case")
     parser.add_argument("--folder", default="runs", help="folder of the run folders")
     options = parser.parse_args()
     sizes = collective_options.parse_sizes(options.sizes)

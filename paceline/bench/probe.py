@@ -18,11 +18,7 @@ from paceline.observe.cluster_report import describe_cluster
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--dtypes",
-        default="float32,bfloat16",
-        help="dtypes of the matrix products that measure speed",
-    )
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="dtypes of matrix products")
     parser.add_argument(
         "--out",
         type=Path,

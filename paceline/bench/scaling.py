@@ -340,10 +340,8 @@ def _run_launch(asked: ScalingRequest, planned: ScalingLaunch, folder: Path) -> 
     if code in _STOP_EXIT_CODES:
         return code
     if code:
-        last_lines = "\n".join(
-            f"    {line}" for line in output.strip().splitlines()[-_SHOWN_LINES:]
-        )
-        raise LaunchFailed(f"the script ended with exit code {code}; its last lines:\n{last_lines}")
+        lines = "\n".join(f"    {line}" for line in output.strip().splitlines()[-_SHOWN_LINES:])
+        raise LaunchFailed(f"the script ended with exit code {code}; its last lines:\n{lines}")
     return 0
 
 
