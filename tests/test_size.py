@@ -52,10 +52,6 @@ ALLOWED: dict[str, int] = {
     "paceline/record/trackers/prometheus.py:collect": 60,
     "paceline/servers/process/shard.py:close_step": 55,
     "paceline/servers/tables/embedding.py:__init__": 60,
-    "paceline/session/assemble.py": 410,
-    "paceline/session/assemble.py:__init__": 65,
-    "paceline/session/assemble.py:_build_followers": 60,
-    "paceline/session/assemble.py:connect_parts": 85,
     "paceline/session/start.py:start": 60,
     "paceline/sync/localsgd/rounds.py": 460,
 }
