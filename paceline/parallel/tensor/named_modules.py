@@ -217,16 +217,15 @@ def _refuse_in_region(name: str, module: nn.Module, region: NamedModule, is_cut:
 
 
 def map_regions(named: Sequence[NamedModule]) -> dict[int, NamedModule]:
-    """Find the region of each module inside of one, by the module's id.
+    """Find the outermost region of each module inside of one, by the module's id.
 
     Raises `UsageError` for a module that can't lie in a region.
     """
-    regions = {
-        id(part): each
-        for each in named
-        if isinstance(each.style, sequence)
-        for part in each.module.modules()
-    }
+    regions = dict[int, NamedModule]()
+    for each in named:
+        if isinstance(each.style, sequence):
+            for part in each.module.modules():
+                regions.setdefault(id(part), each)
     for each in named:
         region = regions.get(id(each.module), each)
         if isinstance(each.style, sequence | vocab) and region is not each:

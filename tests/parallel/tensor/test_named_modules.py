@@ -44,6 +44,13 @@ def test_a_region_has_all_modules_inside_of_it() -> None:
     assert {region.name for region in regions.values()} == {"a"}
 
 
+def test_a_region_in_a_region_is_refused() -> None:
+    model = nn.ModuleDict({"a": nn.Sequential(make_block())})
+    named = find_named_modules(model, {"a": sequence(), "a.0": sequence()})
+    with pytest.raises(UsageError, match=r"a\.0 lies in the region a"):
+        map_regions(named)
+
+
 def test_modules_with_whole_parameters_are_summed() -> None:
     model = make_block()
     (norm,) = find_named_modules(model, {"0": summed()})
