@@ -40,8 +40,6 @@ ALLOWED: dict[str, int] = {
     "paceline/notation.py:_read_node": 55,
     "paceline/parallel/shard.py:__init__": 70,  # builds all parts of the cut, in one order
     "paceline/parallel/sharding/flat_memory.py:__init__": 80,
-    "paceline/prepare/cuts.py:apply_cuts": 60,
-    "paceline/prepare/registry.py:_prepare_models": 70,
     "paceline/servers/process/shard.py:close_step": 55,
     "paceline/servers/tables/embedding.py:__init__": 60,
     "paceline/session/start.py:start": 60,
