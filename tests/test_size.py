@@ -57,7 +57,6 @@ ALLOWED: dict[str, int] = {
     "paceline/session/assemble.py:_build_followers": 60,
     "paceline/session/assemble.py:connect_parts": 85,
     "paceline/session/start.py:start": 60,
-    "paceline/sync/localsgd/rounds.py": 460,
 }
 
 
@@ -65,7 +64,7 @@ ALLOWED: dict[str, int] = {
 # tens. A folder that grows says why in the commit; one that shrinks takes its figure along.
 BUDGET: dict[str, int] = {
     ".": 1550,
-    "apps": 1460,
+    "apps": 1450,
     "bench": 770,
     "checkpoint": 2500,
     "cluster": 7230,
@@ -86,7 +85,7 @@ BUDGET: dict[str, int] = {
     "session": 2390,
     "state": 870,
     "status": 260,
-    "sync": 3920,
+    "sync": 4000,
     "unequal": 1760,
     "workers": 400,
 }

@@ -25,7 +25,6 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "Cluster": "has a method for each thing of a lab that can be changed",
     "CompressedExchange": "has a route for each kind of codec",
     "ControlSegment": "everything that the ranks of a host share beside data",
-    "LocalSGDSync": "rounds, fragments and recovery are not apart yet",
     "ModelCuts": "keeps what became of each parameter of all cut models",
     "PipelinedModel": "a module, a schedule and their state in one",
     "Prepared": "has a list for each kind of object of a script",
@@ -58,7 +57,8 @@ ASSIGNED: dict[str, int] = {
     "paceline.sync.autograd": 2,
     "paceline.sync.compressed": 4,
     "paceline.sync.gossip.strategy": 2,
-    "paceline.sync.localsgd.rounds": 30,
+    "paceline.sync.localsgd.exchange": 8,
+    "paceline.sync.localsgd.rounds": 18,
     "paceline.servers.worker.compression": 6,
     "paceline.servers.worker.replication": 2,
 }

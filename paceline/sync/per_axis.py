@@ -26,8 +26,7 @@ from paceline.formatting import format_as_call
 from paceline.sync.allreduce import AllReduce, AllReduceSync
 from paceline.sync.base import Slot, check_strategy
 from paceline.sync.context import SyncContext, rescale_to_part
-from paceline.sync.localsgd.rounds import LocalSGDSync
-from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.localsgd.strategy import LocalSGD, LocalSGDSync
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,7 @@ from paceline.sync.allreduce import AllReduce
 from paceline.sync.base import Strategy
 from paceline.sync.gossip.strategy import Gossip
 from paceline.sync.localsgd.outer import nesterov
-from paceline.sync.localsgd.rounds import LocalSGDSync
-from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.localsgd.strategy import LocalSGD, LocalSGDSync
 from paceline.sync.per_axis import PerAxisSync
 from paceline.sync.per_axis import Sequence as Both
 from paceline.workers.copy_interval import Replicate
@@ -156,7 +155,9 @@ def kept(states: Iterable[dict[str, Any]]) -> Tensor:
 
 def residual(run: Run) -> Tensor:
     """All that a codec has kept here."""
-    return kept(run._own.sync._coded.states)  # type: ignore[attr-defined]
+    sync: Any = run._own.sync
+    coded = sync._rounds._exchange.codecs if isinstance(sync, LocalSGDSync) else sync._coded
+    return kept(coded.states)
 
 
 # ---- on threads
@@ -271,19 +272,19 @@ def test_a_round_has_what_a_lost_worker_had_changed(lost: int) -> None:
 
     def body(each: Training) -> Any:
         sync = each.run._own.sync
+        rounds = sync._rounds  # type: ignore[attr-defined]
         each.steps(5, shares=cut(*ratios))
-        start, change = (
-            sync._units[0].start.clone(),
-            sync._compute_change(sync._units[0], sync._units[0].bucket.flat).clone(),
-        )  # type: ignore[attr-defined]
+        unit = rounds.units[0]
+        start = unit.start.clone()
+        change = rounds._exchange.compute_change(unit, unit.bucket.flat).clone()
         told = each.regroup(tuple(rank for rank in range(3) if rank != lost))
         if each.run._context.group.size == 2:
-            for turn in sync._fragments:  # type: ignore[attr-defined]
+            for turn in rounds._fragments:
                 # three more steps, of equal shares, that change nothing
                 turn.steps_made, turn.sample_parts = turn.steps_made + 3, turn.sample_parts + 3 / 2
             each.run._context.group.barrier().wait()
             sync.converge()
-        return start, change, told, sync._units[0].start  # type: ignore[attr-defined]
+        return start, change, told, rounds.units[0].start
 
     found = trained(3, body, strategy, replicate=1)
     start, told = found[0][0], found[0][2]

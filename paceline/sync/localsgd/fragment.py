@@ -63,15 +63,19 @@ class FragmentUnit:
     memory: Tensor | None  # state of the outer optimizer
     work: Work[Tensor] | None = None
     started_ns: int = 0  # nanoseconds, when the exchange was started
-    carried_change: Tensor | None = (
-        None  # changes of lost workers, weighted, to be sent by this one
-    )
+    # Changes of lost workers, weighted, which this worker sends together with its own.
+    carried_change: Tensor | None = None
     copied_change: Tensor | None = None  # copy of this worker's change, for its buddy
 
     def weight_change(self, change: Tensor, part: float) -> Tensor:
         """Weight this worker's change by `part`, in place, and add the carried changes."""
         change.mul_(part)
         return change if self.carried_change is None else change.add_(self.carried_change)
+
+    def continue_unit(self, old: FragmentUnit) -> None:
+        """Continue the round of a unit of the same parameters, in this unit's bucket."""
+        self.start, self.memory = old.start, old.memory
+        self.carried_change, self.copied_change = old.carried_change, old.copied_change
 
 
 @dataclass

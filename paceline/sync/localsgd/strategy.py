@@ -14,14 +14,22 @@ steps of AllReduce.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.comm.bucket_layout import scale_copy
 from paceline.errors import UsageError
 from paceline.formatting import format_as_call
-from paceline.sync.context import SyncContext
+from paceline.sync.allreduce import AllReduce
+from paceline.sync.base import Slot, check_strategy
+from paceline.sync.context import SyncContext, rescale_to_part
 from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.options import RoundOptions
-from paceline.sync.localsgd.rounds import LocalSGDSync
+from paceline.sync.localsgd.rounds import Rounds
 
 
 @dataclass(frozen=True)
@@ -62,3 +70,163 @@ class LocalSGD(RoundOptions):
                 "and so would the length of rounds; give a number of steps"
             )
         return LocalSGDSync(context, self)
+
+
+class LocalSGDSync:
+    """The running side of `LocalSGD`.
+
+    While `_warm_up` isn't None, the strategy is AllReduce, and the rounds have no units.
+    """
+
+    replicas_diverge = True  # replicas differ between rounds, and so do their optimizers
+
+    def __init__(self, context: SyncContext, options: RoundOptions) -> None:
+        self._context, self._options = context, options
+        self._rounds = Rounds(context, options)
+        self._warm_up = AllReduce().begin(context) if options.after else None
+        self._grads: dict[int, Tensor] = {}  # by index of the slot
+        self.has_sync_points = options.fragments == 1 and not options.alpha
+
+    @property
+    def exchanges_in_backward(self) -> bool:
+        """Whether the strategy is still in its warm-up with AllReduce."""
+        return self._warm_up is not None
+
+    def attach(self, slots: Sequence[Slot]) -> None:
+        self.converge()
+        self._rounds.set_slots(slots)
+        if self._warm_up is not None:
+            self._warm_up.attach(slots)
+        else:
+            self._rounds.build_units()
+
+    def detach(self) -> None:
+        self._rounds.close()
+        if self._warm_up is not None:
+            self._warm_up.detach()
+
+    # ---- a step: nothing travels in backward
+
+    def take_gradient(self, index: int, grad: Tensor, scale: float) -> None:
+        if self._warm_up is not None:
+            self._warm_up.take_gradient(index, grad, scale)
+            return
+        state = self._context.step_state
+        # If several workers share a replica, gradients are summed over them, with global weights.
+        # `end_backward` turns the sums into means.
+        value = scale_copy(
+            grad, state.local_factor(grad, scale) if self._context.sharers is None else scale
+        )
+        self._grads[index] = self._grads[index] + value if index in self._grads else value
+
+    def overwrites(self, index: int, grad: Tensor) -> bool:
+        return self._warm_up is not None and self._warm_up.overwrites(index, grad)
+
+    def end_backward(self, where: str) -> list[tuple[int, Tensor]]:
+        self._rounds.open_step()
+        if self._warm_up is not None:
+            return self._warm_up.end_backward(where)
+        gradients, self._grads = list(self._grads.items()), {}
+        sample_part = self._context.sum_replica_share()
+        self._rounds.set_sample_part(sample_part)
+        if self._context.sharers is not None:
+            rescale_to_part((gradient for _, gradient in gradients), sample_part)
+        return gradients
+
+    def note_optimizer_step(self, optimizer: Optimizer) -> None:
+        self._rounds.note_optimizer_step()
+
+    def commit(self) -> None:
+        """End a step, and the rounds that are due with it."""
+        if self._warm_up is None:
+            self._rounds.end_step()
+            return
+        self._warm_up.commit()
+        self._rounds.end_warm_up_step()
+        if self._rounds.steps >= self._options.after:
+            self._context.agreement.attempt_call(self._end_warm_up)
+
+    def _end_warm_up(self) -> None:
+        if self._warm_up is not None:
+            self._warm_up.detach()
+            self._warm_up = None
+        # There are units already if a worker was lost during an earlier try of this call.
+        if not self._rounds.units:
+            self._rounds.build_units()
+
+    def converge(self) -> None:
+        """End all rounds now; the step under way is part of them."""
+        if self._warm_up is None:
+            self._rounds.converge()
+
+    def replicated_state(self) -> dict[str, Tensor] | None:
+        """Values of the last round, if all replicas are equal to them; else None.
+
+        During the warm-up replicas are always equal, and the strategy has no state of its own.
+        """
+        return {} if self._warm_up is not None else self._rounds.values_if_equal()
+
+    def abort(self) -> None:
+        self._grads.clear()
+        self._rounds.abort()
+        if self._warm_up is not None:
+            self._warm_up.abort()
+
+    # ---- workers that leave and join
+
+    def join_info(self) -> Any:
+        warm = None if self._warm_up is None else self._warm_up.join_info()
+        return {**self._rounds.join_info(), "warm": warm}
+
+    def regroup(self, context: SyncContext, layout: Any = None) -> None:
+        """Keep the values of the last round, and start unfinished exchanges again."""
+        layout = self.join_info() if layout is None else layout
+        self._context = context
+        self._rounds.regroup(context, layout)
+        if self._have_rounds_begun():
+            self._warm_up = None
+            self._rounds.rebuild_units()
+        elif self._warm_up is not None:
+            self._warm_up.regroup(context, layout["warm"])
+
+    def _have_rounds_begun(self) -> bool:
+        """Whether some worker has begun with rounds. Collective.
+
+        Others may not have, if a worker was lost at the end of the warm-up.
+        """
+        return not self._options.after or any(
+            self._context.group.gather_bytes(b"1" if self._rounds.units else b"")
+        )
+
+    def load_from_peer(self, state: dict[str, Any]) -> None:
+        self._rounds.load_from_peer(state)
+
+    @property
+    def has_unreplicated_state(self) -> bool:
+        return self._warm_up is None and bool(self._rounds.units)
+
+    def unreplicated_state(self) -> dict[str, Any] | None:
+        """This worker's changes since the last rounds, and the residuals of its codec."""
+        return self._rounds.unreplicated_state() if self.has_unreplicated_state else None
+
+    def load_unreplicated_state(self, state: dict[str, Any], step: int) -> bool:
+        """Add a lost worker's changes to the rounds under way.
+
+        Rounds that have ended after `step` have included them already.
+        """
+        return self._rounds.load_unreplicated_state(state, step)
+
+    # ---- checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the outer optimizer and the codec. Replicas must be equal."""
+        return self._rounds.state_dict()
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        saved = [state for state in states if state]
+        check_strategy("LocalSGD", saved, "every")
+        if saved:
+            self._rounds.load_counts(saved[0])
+            if self._warm_up is not None and self._rounds.steps >= self._options.after:
+                self._end_warm_up()
+        self._rounds.load_state_dicts(saved)

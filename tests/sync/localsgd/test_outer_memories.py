@@ -17,8 +17,7 @@ from paceline.codec.sparse import topk
 from paceline.errors import UsageError
 from paceline.session.run import Run
 from paceline.sync.localsgd.outer import nesterov
-from paceline.sync.localsgd.rounds import LocalSGDSync
-from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.localsgd.strategy import LocalSGD, LocalSGDSync
 from tests.harness.models import net, sgd
 from tests.harness.runs import batches, parameters, workers
 
@@ -107,7 +106,7 @@ def test_momentum_of_an_older_version_needs_the_same_parameters(
     def older(sync: LocalSGDSync) -> dict[str, Any]:
         state = own(sync)
         del state["memories"]
-        return {**state, "memory": [unit.memory for unit in sync._units]}
+        return {**state, "memory": [unit.memory for unit in sync._rounds.units]}
 
     monkeypatch.setattr(LocalSGDSync, "state_dict", older)
     workers(2, lambda run: thawed(run, 5), strategy=strategy, folder=tmp_path)

@@ -22,8 +22,8 @@ from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
 from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.outer import average, nesterov
-from paceline.sync.localsgd.rounds import LocalSGDSync
-from paceline.sync.localsgd.strategy import LocalSGD
+from paceline.sync.localsgd.rounds import Rounds
+from paceline.sync.localsgd.strategy import LocalSGD, LocalSGDSync
 from tests.harness.local_training import (
     adam,
     evaluates_before_steps,
@@ -37,10 +37,10 @@ from tests.harness.local_training import (
 from tests.harness.runs import batches, cut, distance, parameters, workers
 
 
-def rounds(run: Run) -> LocalSGDSync:
+def rounds(run: Run) -> Rounds:
     sync = run._backward.sync
     assert isinstance(sync, LocalSGDSync)
-    return sync
+    return sync._rounds
 
 
 RARE = [
@@ -200,15 +200,14 @@ def test_fragments_take_turns() -> None:
     sent: list[tuple[int, int]] = []
 
     def body(run: Run) -> None:
-        sync = rounds(run)
-        send = sync._send_fragment
+        send = rounds(run)._send_fragment
 
         def noted(number: int) -> None:
             if run.rank == 0:
-                sent.append((sync._steps, number))
+                sent.append((rounds(run).steps, number))
             send(number)
 
-        sync._send_fragment = noted  # type: ignore[method-assign]
+        rounds(run)._send_fragment = noted  # type: ignore[method-assign]
         train(run)
 
     workers(2, body, strategy=LocalSGD(4, fragments=2, delay=1, alpha=0.5))
@@ -235,7 +234,7 @@ def test_rounds_adapt_to_drift() -> None:
     def body(run: Run) -> None:
         train(
             run,
-            each=lambda net: lengths.append(rounds(run)._round_steps) if run.rank == 0 else None,
+            each=lambda net: lengths.append(rounds(run)._length.steps) if run.rank == 0 else None,
             epochs=6,
         )
 
