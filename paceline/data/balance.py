@@ -37,8 +37,8 @@ class SpeedCurve:
     def __post_init__(self) -> None:
         if not (0 < self.per_unit < math.inf and 0 <= self.fixed < math.inf):
             raise DataError(
-                f"{self.per_unit} s for a sample, and {self.fixed} s besides, is no speed: "
-                "leave out a worker that doesn't move"
+                f"{self.per_unit} s for a sample and {self.fixed} s besides are no speed: give "
+                "numbers of seconds, above 0 for a sample, and leave out a worker that stands still"
             )
 
     def __call__(self, units: float) -> float:
@@ -90,6 +90,8 @@ def _divide_ideally(
     def until(seconds: float) -> tuple[float, ...]:
         return tuple(max(curve.units_in(seconds), least) for curve in curves)
 
+    # Bisect for the time at which all workers together have done `total` units. It is at most the
+    # time that the slowest would need alone.
     low, high = 0.0, max(curve(total) for curve in curves)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

@@ -1,4 +1,4 @@
-"""Random generators of samplers: find them, save and restore them, to draw an order again."""
+"""Finds, saves and restores the random generators of samplers, to draw an order again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class SampleOrder:
         self._seed: int | None = None  # of torch's generator, at the begin of the last epoch
 
     def begin_epoch(self) -> None:
-        """Begin an epoch."""
+        """Begin an epoch, in torch's state if the script has seeded torch since the last one."""
+        # Freshly seeded means: torch's generator is in the first state of its seed, or the seed is
+        # another one than at the last epoch.
         now, seed = torch.get_rng_state(), torch.initial_seed()
         fresh = torch.equal(now, torch.Generator().manual_seed(seed).get_state())
         if self._state is None or fresh or self._seed not in (None, seed):
@@ -80,7 +82,13 @@ class SampleOrder:
         return {**get_shared_state(), "torch": self._current_state}
 
     def set_shared_state(self, state: State, *, together: bool = True) -> None:
-        """Set a `shared_state`, or a part of it; the process's too if it moves `together`."""
+        """Set the order and the shared generators to a saved state, or a part of it.
+
+        Args:
+            state: State from `get_shared_state`, or some of its items.
+            together: Whether torch's own generator moves along, if it is in the order's state.
+                Default: True.
+        """
         apart = not (together and torch.equal(torch.get_rng_state(), self._current_state))
         set_shared_state(
             {name: part for name, part in state.items() if not (apart and name == "torch")}
@@ -101,7 +109,7 @@ class SampleOrder:
 
 
 def get_own_state(loader: DataLoader[Any]) -> State:
-    """State of every generator of `loader` and its samplers, and of samplers with `state_dict`."""
+    """State of all generators of a loader and its samplers, and of samplers with `state_dict`."""
     state: State = {}
     for path, source in _find_sources(loader):
         if isinstance(source, torch.Generator):

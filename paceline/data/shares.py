@@ -1,4 +1,4 @@
-"""Shares: the number of samples of a global batch that each worker takes, as plain integers.
+"""Divides a global batch into shares: the number of samples of each worker, as plain integers.
 
 batch of 10 samples     equal on 3 workers      4, 3, 3
                         ratios 3 : 1 : 1        6, 2, 2

@@ -182,8 +182,8 @@ def check_scaler(prepared: list[Any], why: str) -> None:
             frame.f_locals.get("self") is scaler for scaler in prepared
         ):
             raise UsageError(
-                f"an optimizer is stepped by a GradScaler that was not given to run.prepare: {why}; "
-                "give it to run.prepare, too"
+                "an optimizer is stepped by a GradScaler that was not given to run.prepare: "
+                f"{why}; give it to run.prepare, too"
             )
 
 

@@ -161,7 +161,8 @@ class ModelCuts:
         Returns:
             Sources of the gradients that autograd doesn't add to the trained parameters.
         """
-        axes, sources, value_callbacks = self._axes, list[CutGradients](), list[Callable[[], None]]()
+        axes, sources = self._axes, list[CutGradients]()
+        value_callbacks: list[Callable[[], None]] = []
         # Optimizers of earlier calls were checked then. By now they may step flat pieces.
         self.refuse_late_optimizers(
             optimizer for optimizer in optimizers if optimizer not in self._optimizers

@@ -191,7 +191,6 @@ def bind_scaler(scaler: Any, loop: TrainingLoop) -> None:
     """Let a GradScaler act if the optimizer acts, on exchanged gradients."""
     loop.scalers.append(scaler)
     for name in ("unscale_", "step", "update"):
-
         # `update` uses the overflow flags of the other two methods, and no gradients.
         def acting(own: Callable[..., Any], name: str = name) -> Callable[..., Any]:
             def act(self: Any, *args: Any, **kwargs: Any) -> Any:
