@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-ROW_WORDS: Final = 2048  # words
+ROW_WORDS: Final = 2048  # words in a row
 # Rows at a time: mixed words stay in a core's cache, or take 16 MB of a GPU's memory.
 ROWS_AT_ONCE, ROWS_AT_ONCE_ON_GPU = 32, 1024
 
@@ -102,6 +102,7 @@ def _sum_large_tensor(x: Tensor, buffer: Tensor) -> Tensor:
     words, last = head.view(torch.int64), head.new_empty(0, dtype=torch.int64)
     if rest.numel():
         last = torch.cat([rest, rest.new_zeros(8 - rest.numel())]).view(torch.int64)
+    # Sum the rows, then rows of these sums, until one number is left.
     level = 0
     rows = _sum_rows(words, last, level, buffer)
     while rows.numel() > 1:
@@ -113,8 +114,8 @@ def _sum_large_tensor(x: Tensor, buffer: Tensor) -> Tensor:
 def _sum_rows(words: Tensor, last: Tensor, level: int, buffer: Tensor) -> Tensor:
     """Compute the weighted sum of each row of words. `last` holds further words after them."""
     weights, step = _make_weights(level, words.device), buffer.numel()
-    # `full` is the number of words in full rows. The rest makes a shorter row together with `last`:
-    # to add `last` to `words` first would copy all of them.
+    # `full` is the number of words in full rows. The remaining words make a shorter row together
+    # with `last`. Appending `last` to `words` first would copy all of them.
     full = words.numel() // ROW_WORDS * ROW_WORDS
     pieces = [
         words[start : min(start + step, full)].view(-1, ROW_WORDS) for start in range(0, full, step)

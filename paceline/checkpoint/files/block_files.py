@@ -1,4 +1,4 @@
-"""Files of blocks: each worker writes rectangles of logical tensors; any rectangle can be read.
+"""Writes blocks of logical tensors to one file per worker, and reads any rectangle from them.
 
 A logical tensor is a tensor as it would be without cuts. A block is a stored rectangle of one.
 
@@ -85,8 +85,8 @@ def lay_out_blocks(number: int, tensors: Mapping[str, LocalBlocks]) -> BlocksLay
 class BlockReader:
     """Reads rectangles of the logical tensors in one checkpoint, and no other bytes.
 
-    Files stay open until `close`. A block that can't be read raises `CheckpointError`, which names
-    the tensor and the file. So the files needn't be trusted, even if their hashes weren't checked.
+    Files stay open until `close`. A block that can't be read raises `CheckpointError` with the
+    tensor and the file. So the files needn't be trusted, even if their hashes weren't checked.
 
     Args:
         folder: Folder of the checkpoint.
@@ -131,7 +131,7 @@ class BlockReader:
         ):
             raise CheckpointError(
                 f"{name} has the shape {list(stored.shape)} in {self._folder.name}; "
-                f"the rectangle {wanted} is not inside of it"
+                f"the rectangle {wanted} is not inside that shape"
             )
         # Assemble the rectangle from the parts of all blocks that overlap it.
         result = torch.empty(box_shape(wanted), dtype=stored.dtype)
@@ -151,8 +151,7 @@ class BlockReader:
             if part.shape != box_shape(box) or part.dtype != stored.dtype:
                 raise CheckpointError(
                     f"it is {part.dtype}{list(part.shape)} there, "
-                    f"{stored.dtype}{list(box_shape(box))} "
-                    "in the index"
+                    f"{stored.dtype}{list(box_shape(box))} in the index"
                 )
         except (
             OSError,

@@ -78,7 +78,7 @@ def export_model(
     force: bool = False,
     say: AnnounceMessage,
 ) -> Checkpoint:
-    """Write a model from a checkpoint to one file of safetensors, and return the checkpoint.
+    """Write a model from a checkpoint to one file of safetensors. Returns the checkpoint.
 
     Tied weights are written under each of their names.
 
@@ -88,7 +88,7 @@ def export_model(
         part: Which object to write if there are several. See `state_dict`.
         best: Whether to read the best checkpoint. Default: False, the newest one.
         force: Whether to replace `out` if it exists. It is replaced once the new file is complete.
-        say: Called with a message about checkpoints that are passed over.
+        say: Called with a message about checkpoints that are skipped.
 
     Raises:
         CheckpointError: No checkpoint can be used, or `out` can't be written.
@@ -141,8 +141,8 @@ def load_lazily(folder: Path, say: AnnounceMessage, *, best: bool = False) -> Ch
 
     Args:
         folder: Folder of a run, its checkpoints, or one checkpoint.
-        say: Called with a message about checkpoints that are passed over.
-        best: Whether to take the best checkpoint, not the newest.
+        say: Called with a message about checkpoints that are skipped.
+        best: Whether to take the best checkpoint, not the newest. Default: False.
 
     Raises:
         CheckpointError: No checkpoint can be used.
@@ -150,7 +150,7 @@ def load_lazily(folder: Path, say: AnnounceMessage, *, best: bool = False) -> Ch
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"there is no folder {folder}; give that of a run, such as runs/NAME, "
+            f"there is no folder {folder}; give the folder of a run, such as runs/NAME, "
             "or of one of its checkpoints"
         )
     if (folder / MANIFEST_FILE).exists():
@@ -178,7 +178,7 @@ def get_model_tree(loaded: Checkpoint, requested: str | None) -> Json:
     if requested is None and len(models) != 1:
         count = f"{len(models)} models" if models else "no model"
         raise UsageError(
-            f"{loaded.path.name} has {count}: say which part is meant; {format_choices('', tree)}"
+            f"{loaded.path.name} has {count}: give the name of a part; {format_choices('', tree)}"
         )
     name = models[0] if requested is None else requested
     if name not in tree:
