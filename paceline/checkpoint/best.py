@@ -81,6 +81,7 @@ def choose_metric(metrics: Sequence[Metric | None]) -> tuple[Metric | None, str]
             )
     if first is None:
         return None, ""
+    # Each worker may have the metric of its own share. Warn if they differ by more than a little.
     values = [metric.value for metric in metrics if metric is not None]
     odd_rank = next(
         (rank for rank, value in enumerate(values) if not _is_close(value, first.value)), None
@@ -145,6 +146,7 @@ class BestCheckpoint:
         # `write` may remove the best checkpoint so far, so look it up first.
         ranked_before = catalogue.list_best(folder)
         path = write()
+        # At the first checkpoint after a resume: before it, the folder isn't known.
         if self._resumed_folder is not None and self._resumed_folder.resolve() != folder.resolve():
             try:
                 inherit_best(folder, self._resumed_folder)

@@ -165,6 +165,7 @@ def _find_shared_parameters(
     """
     trees = subtrees_by_key(tree)
     for name, part in parts.items():
+        # By id of the parameter: the first path under which the model has it.
         first_paths, stored = dict[int, str](), subtrees_by_key(trees.get(name))
         for key, parameter in (
             part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
@@ -252,6 +253,7 @@ def _check_same_model(
     index: Mapping[str, StoredTensor],
 ) -> None:
     """Raise `CheckpointError` for a state of another model, with the first differences."""
+    # Shapes are those of the logical tensors: cuts may differ, but the model may not.
     differences, trees = list[str](), subtrees_by_key(tree)
     for name, part in parts.items():
         if not isinstance(part, nn.Module) or name not in trees:

@@ -138,6 +138,7 @@ class CutParts:
                 layout.writes_part,
                 layout.find_trained,
             )
+            # A host that doesn't share the file system would write its part to a disk of its own.
             if rank in writer_ranks:
                 if not temporary_folder.is_dir():
                     raise CheckpointError(
@@ -190,6 +191,8 @@ class CutParts:
             described: Result of `pack_places`, from the first worker.
             state: The models, optimizers and other objects to be loaded.
         """
+        # The first worker has checked the tree and the index. The tensors come from the disk, which
+        # every worker must see.
         places = json.loads(described.tree)
         objects, local_states = dict(zip(state.names, state.parts, strict=True)), list[Snapshot]()
 

@@ -52,9 +52,10 @@ class RunProgress:
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or continue one that was under way."""
+        # A loader whose loop in this epoch is over has counted the epoch already.
         self._epochs_at_begin = [
-            loader.epoch - (number in self._finished_loaders)
-            for number, loader in enumerate(self._loaders)
+            loader.epoch - (index in self._finished_loaders)
+            for index, loader in enumerate(self._loaders)
         ]
 
     def loop_began(self) -> None:
@@ -67,15 +68,15 @@ class RunProgress:
             len([loader for loader in self._loaders if loader.terms.training and loader.under_way])
             == 1
         ):
-            numbered = enumerate(zip(self._loaders, self._epochs_at_begin, strict=False))
+            indexed = enumerate(zip(self._loaders, self._epochs_at_begin, strict=False))
             finished = (
-                (number, loader)
-                for number, (loader, first_epoch) in numbered
+                (index, loader)
+                for index, (loader, first_epoch) in indexed
                 if loader.epoch > first_epoch and not loader.under_way
             )
             self._finished_loaders = [
-                number
-                for number, loader in finished
+                index
+                for index, loader in finished
                 if loader.terms.training and not loader.terms.last_epoch_idle
             ]
 
@@ -112,11 +113,11 @@ class RunProgress:
         # The next loop that the script begins is the one that was under way.
         self._loops_begun = min(self._loops_begun, max(self.loop - 1, 0))
         self._finished_loaders = [
-            number for number in state.get("through", ()) if number < len(self._loaders)
+            index for index in state.get("through", ()) if index < len(self._loaders)
         ]
         # These loaders give no batches once, as their loop of this epoch is over.
-        for number, loader in enumerate(self._loaders):
-            loader.skip_next_epoch(number in self._finished_loaders)
+        for index, loader in enumerate(self._loaders):
+            loader.skip_next_epoch(index in self._finished_loaders)
         self._loop.go_to_step(state["steps"])
 
 

@@ -187,6 +187,7 @@ class WorkerSpeeds:
         )
 
     def _guess_curve(self, origin: int, host: str, origins: Sequence[int]) -> SpeedCurve:
+        """Look up a worker's curve, or guess it by the workers that are most similar."""
         if origin in self.measured:
             return self.measured[origin][1]
         on_host = {other: curve for other, (name, curve) in self.measured.items() if name == host}
@@ -212,6 +213,8 @@ class WorkerSpeeds:
         if len(state["origins"]) != len(origins):
             return
         self.per_sample = state["per_sample"]
+        # Workers have new numbers in this run. Speeds of workers that had left before the state was
+        # saved keep their numbers, unless a present worker has the same one.
         new_origins = dict(zip(state["origins"], origins, strict=True))
         departed = {origin for origin, *_ in state["curves"]} - set(new_origins) - set(origins)
         self.measured = {

@@ -434,8 +434,8 @@ class ShareLoader:
                 yield batch_holder.pop()
                 if round_begun != self._round:
                     raise DataError(
-                        "a newer iter() of this loader has ended this one: "
-                        "a loader has one position"
+                        "a newer iter() of this loader has ended this one: a loader has one "
+                        "position, so end a loop before the next one begins"
                     )
                 self.hooks.end_turn(self)
                 if self._repeats or self._stale:

@@ -68,6 +68,7 @@ class SampleOrder:
 
         Torch's own generator moves along while both have the same state.
         """
+        # Samplers draw from torch's own generator, so the order's state is put into it meanwhile.
         process, before = torch.get_rng_state(), self._current_state
         torch.set_rng_state(before)
         try:
@@ -163,6 +164,7 @@ def make_reader_generator(generator: torch.Generator | None, rank: int) -> torch
     the same on all, so that random augmentations differ between workers.
     """
     seeds = copy_generator(generator)
+    # Mix the rank into the seed that would be drawn.
     if rank:
         drawn = torch.empty((), dtype=torch.int64).random_(generator=seeds)
         seeds.manual_seed(zlib.crc32(b"%d" % rank, int(drawn) & 0xFFFFFFFF))
@@ -180,6 +182,8 @@ def mark_state(state: Any) -> int:
 
 
 def _find_sources(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the generators and stateful samplers of a loader, with their paths."""
+    # A batch sampler often has the same sampler and generator as the loader: yield each once.
     seen: set[int] = set()
     for name in ("generator", "sampler", "batch_sampler"):
         yield from _walk_sources(name, getattr(loader, name), seen, MAX_DEPTH)

@@ -80,6 +80,7 @@ def unpack_value(data: bytes) -> Any:
 
 
 def _pack_tensor(tensor: Tensor) -> bytes:
+    # As bytes, because numpy lacks some dtypes of torch, such as bfloat16.
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     body: bytes = msgpack.packb(
         (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), plain.numpy().tobytes())

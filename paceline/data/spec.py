@@ -163,6 +163,7 @@ class LoaderSpec:
         if self.loss == "sum" or self.weigh is not None or self.is_alone or not part.share:
             return
         if (key := find_unevenly_ignored(part.batch)) is not None:
+            # One announcement is enough, so no further batch is checked.
             self.unchecked_batches = 0
             self.announce_once(
                 f"samples have different numbers of labels ({key!r} of a batch) that losses ignore "

@@ -150,6 +150,8 @@ class StreamPipeline(Pipeline):
         return self._last_step
 
     def deal_step(self, index: int) -> GlobalBatch | None:
+        # Commands that were sent ahead say what to do with an empty share. Send them again if that
+        # has changed.
         if self._requests_ghosts != self.terms.uses_ghosts:
             self._requests_ghosts = self.terms.uses_ghosts
             self.redeal_step(index)
@@ -216,6 +218,7 @@ class StreamPipeline(Pipeline):
             command_round, worker = self._commands.issued.popleft()
             if command_round != self._commands.round or worker < 0:
                 continue
+            # A reader whose stream has ended is left out from now on.
             if result.ended:
                 after.ended[worker] = True
                 self._commands.end_reader(worker)

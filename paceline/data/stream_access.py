@@ -183,7 +183,7 @@ class SelfSharded:
         answers = [
             unpack_value(body) for body in self.terms.agreement.meet("shares of a stream", packed)
         ]
-        # Each worker knows all positions, so that any of them can write a checkpoint.
+        # Each worker gets all positions, so that any of them can write a checkpoint.
         cursor.all_ranks = [dump for _, dump, _ in answers]
         shares = [share for share, _, _ in answers]
         if not any(shares):
@@ -223,6 +223,7 @@ class SelfSharded:
         else:
             assert result.part is not None
             part = result.part
+        # Keep a sample, in case this worker's stream ends before the others.
         count = count_rows(part.batch, missing=0)
         self._ghost_batch = cut_rows(part.batch, 0, 1, count) if count else part.batch
         return part

@@ -267,7 +267,7 @@ class _CallOutcome:
                 f"rank {silent[0]} ended with exit code 0 before the function had returned",
                 silent[0],
             )
-        return [packing.unpack_result(self._results[number]) for number in sorted(self._results)]
+        return [packing.unpack_result(self._results[worker]) for worker in sorted(self._results)]
 
     def make_error(self, code: int, last_line: str) -> WorkerFailed:
         """Make the error of a failed call.
@@ -289,10 +289,10 @@ class _CallOutcome:
     def close(self) -> None:
         """Close the display and the files of results. Calling it twice is harmless."""
         self._status.close()
-        for number in list(self._results):
-            self._forget_worker(number)
+        for worker in list(self._results):
+            self._forget_worker(worker)
 
-    def _forget_worker(self, number: int) -> None:
-        self._failures.pop(number, None)
-        if number in self._results:
-            self._results.pop(number).close()
+    def _forget_worker(self, worker: int) -> None:
+        self._failures.pop(worker, None)
+        if worker in self._results:
+            self._results.pop(worker).close()

@@ -38,6 +38,7 @@ def main() -> None:
         packed_call = packing.unpack_call(file)
     # Tracebacks show the lines of the caller's cells, which are in no file.
     linecache.cache.update(packed_call.sources)
+    # Other exceptions go through `sys.excepthook`. Python doesn't call it for SystemExit.
     try:
         result = packed_call.function(*packed_call.args)
     except SystemExit as exit_error:

@@ -25,10 +25,7 @@ from paceline.record.logged.metric import is_metric
 from paceline.sync.base import Slot
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
-
-
 _DEEPEST = 6  # most calls between a scaler's step and `check_scaler`
-
 
 Scaler = torch.amp.GradScaler
 SCALED_AGAIN: Final = "after the loss of a worker (--min-workers) it would count one step twice"
@@ -100,6 +97,7 @@ def list_slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer])
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield Slot(prefix + name, parameter, owner.get(id(parameter)))
+    # Parameters that only an optimizer has, such as learned weights of losses.
     for which, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
@@ -398,6 +396,7 @@ def _check_same_layout(agreement: Agreement, layout: list[str]) -> None:
         msgpack.unpackb(body)
         for body in agreement.meet("layouts of prepare", msgpack.packb(layout))
     ]
+    # All workers have all layouts, so all of them raise the same error.
     first = layouts[0]
     for rank, other in enumerate(layouts):
         for one, another in zip(first, other, strict=False):

@@ -72,7 +72,7 @@ class ModelCopies:
                 )
 
     def copies_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the copies of a model."""
+        """Copies of a model in kept objects."""
         return [copy for _, copy, other in self._copies if other is model]
 
 

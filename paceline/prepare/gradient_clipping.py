@@ -48,12 +48,14 @@ class GradientClipping:
         if new:
             self._followed_ids.update(map(id, new))
             register_clipper(new, self, cut=bool(self._axes.cut_axes))
-            wholes = [
-                whole
-                for whole in new
-                if isinstance(whole, Parameter) and self._cuts.replacement_of(whole) is not None
+            # With shard(zero=1) and (zero=2) the model has whole parameters, which are not trained.
+            replaced = [
+                parameter
+                for parameter in new
+                if isinstance(parameter, Parameter)
+                and self._cuts.replacement_of(parameter) is not None
             ]
-            self._whole_parameters += map(weakref.ref, wholes)
+            self._whole_parameters += map(weakref.ref, replaced)
             self._loop.undos.append(functools.partial(unregister_clipper, new))
 
     def clip_gradients(
@@ -71,6 +73,7 @@ class GradientClipping:
         Returns:
             The norm before.
         """
+        # Each worker has a part of the gradients, so the norm is taken over all workers.
         if self._axes.cut_axes:
             act = functools.partial(
                 clipping.clip_gradients,
@@ -96,7 +99,7 @@ class GradientClipping:
         *,
         finite: bool = False,
     ) -> Tensor:
-        """Clip by the norm, in place of torch's function, and return the norm before.
+        """Clip by the norm, in place of torch's function.
 
         Args:
             parameters: Parameters whose gradients are clipped.
@@ -104,6 +107,9 @@ class GradientClipping:
             norm_type: Exponent of the norm.
             own: Calls torch's function as the script called it.
             finite: Whether a norm that is not finite raises `RuntimeError`. Default: no.
+
+        Returns:
+            The norm before.
         """
         loop = self._loop
         loop.exchange_due_gradients("clip_grad_norm_")
@@ -154,9 +160,9 @@ class GradientClipping:
     def check_idle(self, name: str) -> None:
         """Raise `UsageError` if pieces have gradients but their whole parameters have none."""
         pieces = [
-            self._cuts.replacement_of(whole)
+            self._cuts.replacement_of(parameter)
             for ref in self._whole_parameters
-            if (whole := ref()) is not None and whole.grad is None
+            if (parameter := ref()) is not None and parameter.grad is None
         ]
         if any(piece is not None and piece.grad is not None for piece in pieces):
             raise UsageError(

@@ -60,6 +60,7 @@ def bind_metric(metric: nn.Module, loop: TrainingLoop) -> None:
             "workers together"
         )
 
+    # In a ghost turn `update` does nothing, as its samples count on another worker.
     def updating(own: Callable[..., Any]) -> Callable[..., Any]:
         def update(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return None if _is_ghost_turn(loop) else own(self, *args, **kwargs)

@@ -91,7 +91,7 @@ class PrepareOptions:
     def resolve_options(
         self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool
     ) -> dict[str, Any]:
-        """Resolve the options of one call, and keep those that are for later calls.
+        """Resolve the options of one call, and keep options for later calls.
 
         An option is taken from the call, else from earlier calls that kept it, else its default.
 
@@ -118,7 +118,7 @@ class PrepareOptions:
         return options
 
     def _kept_options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of earlier calls, without those that contradict the options of this call."""
+        """Options of earlier calls, without any that contradicts the options of this call."""
         # loss="sum" and weigh can't be combined, so the later one of the two counts.
         contradicted = (
             {"weigh"} if chosen.get("loss") == "sum" else {"loss"} if "weigh" in chosen else set()

@@ -285,10 +285,9 @@ class Prepared:
         ]
         if orphans and self._remote is not None:
             raise UsageError(
-                f"the parameter {orphans[0]} came into the {type(optimizer).__qualname__} after "
-                "run.prepare (add_param_group), and "
-                "optimizers step on servers here; give the optimizer to run.prepare again, on "
-                "every worker"
+                f"the parameter {orphans[0]} was added to the {type(optimizer).__qualname__} after "
+                "run.prepare (add_param_group), and optimizers step on servers here; give the "
+                "optimizer to run.prepare again, on every worker"
             )
         self._groups[id(optimizer)] = len(optimizer.param_groups)
 

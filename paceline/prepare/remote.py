@@ -132,6 +132,7 @@ class RemoteSteps:
         """Step all parameters but tables on servers. Collective."""
         loop, sync = self._loop, self._sync
         assert sync is not None
+        # Training waits for the servers, so this time counts as exposed communication.
         began = time.perf_counter()
         loop.transaction.step_remotely(
             lambda: sync.step(optimizer), "optimizer.step", last=True, apart=loop.apart

@@ -43,6 +43,7 @@ def sample_batch(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, .
             f"has none: {INSTEAD}"
         )
     dataset: Any = loader.dataset
+    # Reading samples may draw random numbers, as for augmentation. Training must draw the same.
     with preserve_randomness():
         batch = loader.collate_fn(
             [

@@ -43,6 +43,7 @@ def share_randomness(axes: RunAxes) -> None:
     """
     group = axes.groups.group_along("stage", "tensor")
     if group.size > 1:
+        # All workers of the group take the state of its first one.
         states = group.gather_bytes(
             pack_value(rng.get_shared_state(), what="the state of random generators")
             if group.rank == 0
@@ -79,6 +80,7 @@ def find_tensors(batch: Any) -> Iterator[Tensor]:
 
 def checksum_batch(batch: Any) -> int:
     """Compute a checksum of a batch's tensors; 0 if there are none."""
+    # Shapes and dtypes count as well: tensors of other shapes may have the same bytes.
     total = 0
     for tensor in find_tensors(batch):
         total = zlib.crc32(
@@ -142,6 +144,7 @@ class BatchComparer:
 
         Raises `DataError` on all workers if their batches differ.
         """
+        # All workers count the same batches, so they compare the same ones.
         self._seen += 1
         if self._seen <= EARLY or self._seen % OFTEN == 0:
             self._compare_batch(batch)

@@ -177,9 +177,7 @@ def index_from_json(content: Json, *, partial: bool = False) -> BlockIndex:
         CheckpointError: Anything in it is wrong.
     """
     if not isinstance(content, dict):
-        raise CheckpointError(
-            f"the index of blocks is a {type(content).__name__}, and should be an object"
-        )
+        raise CheckpointError(f"the index of blocks must be an object, not {type(content)}")
     index: BlockIndex = {}
     for path, entry in content.items():
         try:

@@ -48,15 +48,15 @@ def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
             1 + largest // (8 * ROW_WORDS),
         )
         buffer = torch.empty(rows * ROW_WORDS, dtype=torch.int64, device=device)
-        numbers = [
+        checksums = [
             _sum_small_tensors([tensors[place] for place in places], buffer)
             if isinstance(alike, tuple)
             else _sum_large_tensor(tensors[alike], buffer)
             for alike, places in groups.items()
         ]
         order = [place for places in groups.values() for place in places]
-        for place, number in zip(order, torch.cat(numbers).tolist(), strict=True):
-            sums[place] = number
+        for place, checksum in zip(order, torch.cat(checksums).tolist(), strict=True):
+            sums[place] = checksum
     return sums
 
 
@@ -167,5 +167,5 @@ def _make_weights(level: int, device: torch.device) -> Tensor:
     )
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    odd = (z ^ (z >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(odd.view(np.int64)).to(device)
+    odd_weights = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(odd_weights.view(np.int64)).to(device)

@@ -182,6 +182,7 @@ class VersionedState:
         Each is one sentence. Some parts can't be compared, so loading may fail although there is no
         difference.
         """
+        # 1. Compare the names of the parts.
         lines = [
             f"it lacks {name}, which is here"
             for name in self._parts
@@ -192,13 +193,14 @@ class VersionedState:
             for name in state
             if name not in self._parts and name != CLASSES_ENTRY
         ]
-        # States of older versions have no classes.
+        # 2. Compare the classes of optimizers and schedulers. States of older versions have none.
         saved_classes = state.get(CLASSES_ENTRY, {})
         lines += [
             f"{name} is a {saved_classes[name]} in it, a {kind} here"
             for name, kind in self._part_classes().items()
             if saved_classes.get(name, kind) != kind
         ]
+        # 3. Compare the parameters of models, and the groups of optimizers.
         for name, part in self._parts.items():
             if name not in state:
                 continue

@@ -152,7 +152,7 @@ def test_two_workers_resume_past_what_is_broken(job: Jobs, tmp_path: Path) -> No
         "step-00000006: own-00001.json can't be read" in line
         and "step-00000004: tensors.safetensors has" in line
     )
-    assert line.endswith("Using step-00000002, which is whole")
+    assert line.endswith("Using step-00000002, which is complete")
     assert [path.name for path in (tmp_path / "runs" / "run-2" / "checkpoints").iterdir()]
 
 

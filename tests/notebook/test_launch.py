@@ -252,7 +252,7 @@ class TestRefusals:
         }.items():
             monkeypatch.setenv(name, value)
         assert self.refused().startswith(
-            "pl.launch was called in a worker, rank 1 of 4 (torchrun), and workers can't start others"
+            "pl.launch was called in a worker, rank 1 of 4 (torchrun), and workers can't start"
         )
 
 

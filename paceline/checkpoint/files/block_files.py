@@ -123,6 +123,7 @@ class BlockReader:
 
     def read_rectangle(self, name: str, box: Box | None = None) -> Tensor:
         """Read a rectangle of a logical tensor (None: all of it) into new memory."""
+        # An empty rectangle may lie anywhere. Any other must be inside the tensor.
         stored = self.get_stored_tensor(name)
         wanted = whole_box(stored.shape) if box is None else box
         if len(wanted) != len(stored.shape) or (
@@ -146,6 +147,7 @@ class BlockReader:
         self, name: str, stored: StoredTensor, block: StoredBlock, box: Box
     ) -> Tensor:
         """Read the part of a block that lies in `box`, and check its shape and dtype."""
+        # The index and the file may contradict each other, so the part is compared with the index.
         try:
             part = self._load_block_part(stored, block, box)
             if part.shape != box_shape(box) or part.dtype != stored.dtype:
@@ -218,6 +220,7 @@ def read_uncut_index(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
     `notes` has the dtypes and shapes of tensors that safetensors can't store directly. Raises
     OSError, or one of `UNREADABLE` and `struct.error` if the file has another form.
     """
+    # A safetensors file begins with the length of its header, which is JSON.
     with disk.open_plain_file(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > path.stat().st_size:

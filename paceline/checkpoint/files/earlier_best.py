@@ -46,6 +46,7 @@ def inherit_best(folder: Path, earlier: Path) -> Path | None:
     # Metrics of the other direction can't be compared.
     if inherited.metric is None or (direction is not None and inherited.metric.best != direction):
         return None
+    # A checkpoint that is as good stays. It may be the same one, from an earlier resume.
     current_ranked = catalogue.rank_by_metric(current)
     if (
         current_ranked
@@ -72,6 +73,7 @@ def _copy_checkpoint(path: Path, place: Path) -> None:
 
     Raises `BrokenCheckpoint` or `OSError`.
     """
+    # Files never change once they are written, so hard links are safe. Only the manifest is new.
     fields = manifest.read_manifest(path)
     _, _, files = manifest.parse_contents(path, fields)
     for file in files:

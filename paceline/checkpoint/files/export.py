@@ -125,6 +125,7 @@ def export_model(
                 "save the result of paceline.state_dict"
             )
 
+        # Each tensor is read, written and dropped before the next one.
         def parts() -> Iterator[Tensor]:
             yield to_byte_tensor(write_header(shapes, notes={"format": "pt"}))
             for name in shapes:
@@ -160,6 +161,7 @@ def load_lazily(folder: Path, say: AnnounceMessage, *, best: bool = False) -> Ch
                 "to get the best, or leave out best"
             )
         return checkpoint.read_checkpoint(folder, lazy=True, own=False)
+    # The folder of a run has a folder of checkpoints; otherwise it is one itself.
     inner = folder / "checkpoints"
     return checkpoint.load_checkpoint(
         inner if inner.is_dir() else folder, say=say, best=best, lazy=True, own=False

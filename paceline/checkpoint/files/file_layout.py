@@ -89,6 +89,7 @@ class FileLayout:
 
     def pack_bytes(self) -> Tensor:
         """Pack both files into one tensor of bytes, to be sent to another worker."""
+        # | length of the tree | tree | bytes of the second file |
         tree = json.dumps(self.tree).encode()
         packed = torch.empty(_LENGTH_FIELD.size + len(tree) + self.nbytes, dtype=torch.uint8)
         end = 0
