@@ -278,8 +278,8 @@ def test_different_values_are_replaced_with_one_warning() -> None:
     assert all(torch.equal(one, parameters(net(0))) for one in found)
     assert [text for text in said if "differed" in text] == [
         (
-            "parameters or buffers of rank 1, 2 differed from rank 0's and were replaced by those of rank 0 "
-            "(seed all workers alike to avoid it)"
+            "parameters or buffers of rank 1, 2 differed from rank 0's and were replaced by "
+            "those of rank 0 (seed all workers alike to avoid it)"
         )
     ]
 
