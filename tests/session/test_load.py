@@ -112,7 +112,7 @@ def test_a_checkpoint_itself_will_do(tmp_path: Path) -> None:
 
 def test_what_cannot_be_loaded(tmp_path: Path) -> None:
     folder = saved(tmp_path, build())
-    with pytest.raises(UsageError, match=r"there is no folder .*nowhere; give the folder of a run"):
+    with pytest.raises(UsageError, match=r"there is no folder .*nowhere; give that of a run"):
         pl.load(tmp_path / "nowhere")
     with pytest.raises(
         UsageError, match=r"test doesn't say which model it has: give load\(folder, model\)"

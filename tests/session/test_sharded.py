@@ -201,7 +201,7 @@ def test_what_nothing_sums_is_refused() -> None:
         with pytest.raises(
             UsageError,
             match=(
-                r"weight is trained, and its model isn't cut along `shard`, .*run.prepare\(model, "
+                r"weight is trained, but its model isn't cut along `shard`.*run.prepare\(model, "
                 r"..., cut="
             ),
         ):
