@@ -284,8 +284,8 @@ REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
         two_models,
         None,
         (
-            r"no module is called '0'.* That is the Linear: cut= is for each of the 2 models of "
-            r"this call"
+            r"no module is called '0'.* That is the Linear: cut= applies to each of the 2 models "
+            r"of this call"
         ),
     ),
     (
