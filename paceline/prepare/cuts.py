@@ -177,34 +177,20 @@ class ModelCuts:
             # Cuts follow each other, from the outermost axis inwards. Each cut works on the parts
             # that the one before has left.
             for cut in cuts:
-                # Logical names are those of the uncut model, and every part keeps its own.
-                before = dict(model.named_parameters())
-                for name, parameter in before.items():
-                    self.placements.add_placement(
-                        parameter, self.placements.placement_of(parameter, prefix + name)
-                    )
-                context = CutContext(axes.mesh, axes.groups, self.placements, initial.device)
-                context.find_trained, context.record_span, context.tied = (
-                    self.trained_tensor,
-                    self._record_span,
-                    tied,
+                context = CutContext(
+                    axes.mesh,
+                    axes.groups,
+                    self.placements,
+                    initial.device,
+                    tied=tied,
+                    find_trained=self.trained_tensor,
+                    make_sample=self.sample,
+                    announce=axes.slice.announce,
+                    record_span=self._record_span,
                 )
-                context.make_sample, context.announce = self.sample, axes.slice.announce
-                _apply_cut(cut, model, context, len(models))
-                # Take over everything that the cut asks for later: gradients, values, clean-up.
-                self._note_replacements(
-                    before, dict(model.named_parameters()), context.replacements
-                )
-                self._used.add(cut.axis)
-                for parameter in model.parameters() if cut.axis == "shard" else ():
-                    self._summed[self.trained_tensor(parameter)] = True
+                self._cut_model(cut, prefix, model, context, len(models))
                 sources += context.gradient_sources
-                self.applied += [] if cut in self.applied else [cut]
-                self._endings += context.close_callbacks
                 value_callbacks += context.value_callbacks
-                self._spread += [model] if not cut.axis else []
-                self._followers += context.refresh_callbacks
-                self.pipelines += context.pipelines
             if cuts:
                 mark_state_parts(model, self.placements.placement_of)
         if self._statistics == "sync" and self.pipelines:
@@ -218,6 +204,36 @@ class ModelCuts:
         for callback in value_callbacks:
             callback()
         return sources
+
+    def _cut_model(
+        self, cut: ModelCut, prefix: str, model: nn.Module, context: CutContext, model_count: int
+    ) -> None:
+        """Apply a cut to one of the models of a call, and note its consequences.
+
+        Args:
+            cut: The cut.
+            prefix: Prefix of the model's names.
+            model: The model.
+            context: The context that the cut gets, and fills with callbacks.
+            model_count: Number of models of the call.
+        """
+        # Logical names are those of the uncut model, and every part keeps its own.
+        before = dict(model.named_parameters())
+        for name, parameter in before.items():
+            self.placements.add_placement(
+                parameter, self.placements.placement_of(parameter, prefix + name)
+            )
+        _apply_cut(cut, model, context, model_count)
+        # Take over everything that the cut needs in the rest of the run.
+        self._note_replacements(before, dict(model.named_parameters()), context.replacements)
+        self._used.add(cut.axis)
+        for parameter in model.parameters() if cut.axis == "shard" else ():
+            self._summed[self.trained_tensor(parameter)] = True
+        self.applied += [] if cut in self.applied else [cut]
+        self._endings += context.close_callbacks
+        self._spread += [model] if not cut.axis else []
+        self._followers += context.refresh_callbacks
+        self.pipelines += context.pipelines
 
     def _note_replacements(
         self,
