@@ -11,7 +11,7 @@
 
 #include <string.h>
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PL_PORTABLE)
 #include <immintrin.h>
 #endif
 
@@ -97,6 +97,7 @@ static inline uint16_t half_of_float(float value) {
 
 #define ISA(name) name##_portable
 #define TARGET
+#define TARGET_FMA
 #define HAS_F16C 0
 #if defined(__aarch64__)
 #define FUSE(T, a, b, c) (sizeof(T) == 4 ? (T)__builtin_fmaf((float)(a), (float)(b), (float)(c)) \
@@ -106,9 +107,10 @@ static inline uint16_t half_of_float(float value) {
 #endif
 #include "reduce_loops.h"
 
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PL_PORTABLE)
 #define ISA(name) name##_avx2
-#define TARGET __attribute__((target("avx2,fma,f16c")))
+#define TARGET __attribute__((target("avx2,f16c")))
+#define TARGET_FMA __attribute__((target("avx2,fma")))
 #define HAS_F16C 1
 #define FUSE(T, a, b, c) (sizeof(T) == 4 ? (T)__builtin_fmaf((float)(a), (float)(b), (float)(c)) \
                                          : (T)__builtin_fma((a), (b), (c)))
@@ -118,7 +120,7 @@ static inline uint16_t half_of_float(float value) {
 /* The loops of a dtype, in the best instructions of this processor. NULL for an unknown dtype. */
 static const struct loops *pick_loops(int dtype) {
     if (dtype < PL_F32 || dtype > PL_C128) return NULL;
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(PL_PORTABLE)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
         __builtin_cpu_supports("f16c"))
         return &loops_avx2[dtype];

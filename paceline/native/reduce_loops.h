@@ -3,6 +3,8 @@
    The includer defines:
    ISA(name)  the name of this copy of a function
    TARGET     the attribute that lets the compiler use the instructions, or nothing
+   TARGET_FMA the same with fused multiplications. Only loops that ask for them have it: gcc 12 fuses
+              complex products even under -ffp-contract=off
    HAS_F16C   1 if float16 is converted by x86 intrinsics
    FUSE(T, a, b, c)  a * b + c, rounded once if the instruction set can
 
@@ -46,20 +48,25 @@ INTEGER_FOLDS(i64, int64_t, uint64_t)
 INTEGER_FOLDS(u8, uint8_t, uint32_t)
 
 /* Real and imaginary parts are lanes next to each other; n counts lanes. */
-#define COMPLEX_MULTIPLY(name, T)                                                                 \
+#define COMPLEX_FOLD(name, T, REAL, IMAGINARY)                                                    \
     TARGET static void ISA(name)(void *to_, const void *a_, const void *b_, int64_t n) {          \
         T *to = to_;                                                                              \
         const T *from_a = a_, *from_b = b_;                                                       \
         VECTORIZE for (int64_t i = 0; i < n / 2; i++) {                                           \
             const T a = from_a[2 * i], b = from_a[2 * i + 1];                                     \
             const T c = from_b[2 * i], d = from_b[2 * i + 1];                                     \
-            to[2 * i] = a * c - b * d;                                                            \
-            to[2 * i + 1] = a * d + b * c;                                                        \
+            to[2 * i] = REAL;                                                                     \
+            to[2 * i + 1] = IMAGINARY;                                                            \
         }                                                                                         \
     }
 
-COMPLEX_MULTIPLY(multiply_c64, float)
-COMPLEX_MULTIPLY(multiply_c128, double)
+/* Torch adds b * (1 + 0i): an infinite b becomes nan. */
+#define COMPLEX_FOLDS(suffix, T)                                                                  \
+    COMPLEX_FOLD(add_##suffix, T, a + (c - d * (T)0), b + (c * (T)0 + d))                         \
+    COMPLEX_FOLD(multiply_##suffix, T, a *c - b * d, a *d + b * c)
+
+COMPLEX_FOLDS(c64, float)
+COMPLEX_FOLDS(c128, double)
 
 /* to = x * factor; to = x / divisor; to = to + x * factor. */
 #define SCALES(suffix, T)                                                                         \
@@ -73,8 +80,8 @@ COMPLEX_MULTIPLY(multiply_c128, double)
         const T *x = x_, by = (T)by_;                                                             \
         VECTORIZE for (int64_t i = 0; i < n; i++) to[i] = x[i] / by;                              \
     }                                                                                             \
-    TARGET static void ISA(scale_add_##suffix)(void *to_, const void *x_, double factor_,         \
-                                               int64_t n) {                                       \
+    TARGET_FMA static void ISA(scale_add_##suffix)(void *to_, const void *x_, double factor_,     \
+                                                   int64_t n) {                                   \
         T *to = to_;                                                                              \
         const T *x = x_, factor = (T)factor_;                                                     \
         VECTORIZE for (int64_t i = 0; i < n; i++) to[i] = FUSE(T, x[i], factor, to[i]);           \
@@ -83,9 +90,8 @@ COMPLEX_MULTIPLY(multiply_c128, double)
 SCALES(f32, float)
 SCALES(f64, double)
 
-/* A complex number times 1/n + 0i, or divided by n + 0i as torch's vector loop does it: both are
-   first divided by the larger part of the divisor. The products with 0 decide the signs of zeros,
-   and turn infinities into nan. */
+/* A complex number times 1/n + 0i, or divided by n + 0i as torch does it: by Smith's method, with a
+   reciprocal. The products with 0 decide the signs of zeros, and turn infinities into nan. */
 #define COMPLEX_MEANS(suffix, T)                                                                  \
     TARGET static void ISA(scale_##suffix)(void *to_, const void *x_, double factor_, int64_t n) { \
         T *to = to_;                                                                              \
@@ -98,11 +104,11 @@ SCALES(f64, double)
     }                                                                                             \
     TARGET static void ISA(divide_##suffix)(void *to_, const void *x_, double by_, int64_t n) {   \
         T *to = to_;                                                                              \
-        const T *x = x_, shrink = (T)1 / (T)by_, c = (T)by_ * shrink, d = 0;                      \
+        const T *x = x_, reciprocal = (T)1 / (T)by_, ratio = 0;                                   \
         VECTORIZE for (int64_t i = 0; i < n / 2; i++) {                                           \
-            const T a = x[2 * i] * shrink, b = x[2 * i + 1] * shrink;                             \
-            to[2 * i] = (a * c + b * d) / (c * c);                                                \
-            to[2 * i + 1] = (a * -d + b * c) / (c * c);                                           \
+            const T a = x[2 * i], b = x[2 * i + 1];                                               \
+            to[2 * i] = (a + b * ratio) * reciprocal;                                             \
+            to[2 * i + 1] = (b - a * ratio) * reciprocal;                                         \
         }                                                                                         \
     }
 
@@ -156,10 +162,10 @@ TARGET static void ISA(narrow_f16)(uint16_t *restrict to, const float *restrict 
              [PL_MAX] = ISA(max_##suffix)},                                                       \
     .scale = ISA(scale_##suffix), .divide = ISA(divide_##suffix),                                 \
     .scale_add = ISA(scale_add_##suffix)
-#define COMPLEX_LOOPS(suffix, part)                                                               \
+#define COMPLEX_LOOPS(suffix)                                                                     \
     {                                                                                             \
-        .fold = {[PL_SUM] = ISA(add_##part),                                                      \
-                 [PL_MEAN] = ISA(add_##part),                                                     \
+        .fold = {[PL_SUM] = ISA(add_##suffix),                                                    \
+                 [PL_MEAN] = ISA(add_##suffix),                                                   \
                  [PL_PRODUCT] = ISA(multiply_##suffix)},                                          \
         .scale = ISA(scale_##suffix), .divide = ISA(divide_##suffix)                              \
     }
@@ -175,8 +181,8 @@ static const struct loops ISA(loops)[] = {
     [PL_I64] = INTEGER_LOOPS(i64),
     [PL_U8] = INTEGER_LOOPS(u8),
     [PL_BOOL] = {.fold = {[PL_MIN] = ISA(min_u8), [PL_MAX] = ISA(max_u8)}},
-    [PL_C64] = COMPLEX_LOOPS(c64, f32),
-    [PL_C128] = COMPLEX_LOOPS(c128, f64),
+    [PL_C64] = COMPLEX_LOOPS(c64),
+    [PL_C128] = COMPLEX_LOOPS(c128),
 };
 
 #undef FOLD
@@ -184,7 +190,8 @@ static const struct loops ISA(loops)[] = {
 #undef FLOAT_MAX
 #undef FLOAT_FOLDS
 #undef INTEGER_FOLDS
-#undef COMPLEX_MULTIPLY
+#undef COMPLEX_FOLD
+#undef COMPLEX_FOLDS
 #undef SCALES
 #undef COMPLEX_MEANS
 #undef INTEGER_LOOPS
@@ -192,5 +199,6 @@ static const struct loops ISA(loops)[] = {
 #undef COMPLEX_LOOPS
 #undef ISA
 #undef TARGET
+#undef TARGET_FMA
 #undef HAS_F16C
 #undef FUSE
