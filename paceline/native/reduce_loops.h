@@ -115,46 +115,85 @@ SCALES(f64, double)
 COMPLEX_MEANS(c64, float)
 COMPLEX_MEANS(c128, double)
 
+/* bfloat16: two elements lie in a word. Widening is a shift or a mask if the first elements of all
+   words come first, then the second ones; no lane moves. The last word may lack its second half. */
 TARGET static void ISA(widen_bf16)(float *restrict to, const uint16_t *restrict from, int64_t n) {
-    for (int64_t i = 0; i < n; i++) to[i] = float_of_bits((uint32_t)from[i] << 16);
+    const int64_t words = n / 2, half = (n + 1) / 2;
+    for (int64_t i = 0; i < words; i++) {
+        const uint32_t word = read_word(from + 2 * i);
+        to[i] = float_of_bits(word << 16);
+        to[half + i] = float_of_bits(word & 0xffff0000u);
+    }
+    if (n & 1) to[words] = float_of_bits((uint32_t)from[n - 1] << 16), to[half + words] = 0;
 }
 
-TARGET static void ISA(narrow_bf16)(uint16_t *restrict to, const float *restrict from, int64_t n) {
-    for (int64_t i = 0; i < n; i++) {
-        const uint32_t bits = bits_of_float(from[i]);
-        /* Half of the last place, less one if the last place is even: ties go to even. */
-        const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-        to[i] = (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+TARGET static void ISA(add_widened_bf16)(float *restrict to, const uint16_t *restrict from,
+                                         int64_t n) {
+    const int64_t words = n / 2, half = (n + 1) / 2;
+    for (int64_t i = 0; i < words; i++) {
+        const uint32_t word = read_word(from + 2 * i);
+        to[i] += float_of_bits(word << 16);
+        to[half + i] += float_of_bits(word & 0xffff0000u);
     }
+    if (n & 1) to[words] += float_of_bits((uint32_t)from[n - 1] << 16);
 }
+
+TARGET static void ISA(narrow_bf16)(uint16_t *restrict to, const float *restrict from, float factor,
+                                    int64_t n) {
+    const int64_t words = n / 2, half = (n + 1) / 2;
+    for (int64_t i = 0; i < words; i++)
+        write_word(to + 2 * i, round_to_bf16(from[i] * factor) >> 16 |
+                                   (round_to_bf16(from[half + i] * factor) & 0xffff0000u));
+    if (n & 1) to[n - 1] = (uint16_t)(round_to_bf16(from[words] * factor) >> 16);
+}
+
+/* float16 keeps its order. For an odd n, one more float is written. */
+#if HAS_F16C
+#define LOAD_HALVES(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
+#endif
 
 TARGET static void ISA(widen_f16)(float *restrict to, const uint16_t *restrict from, int64_t n) {
     int64_t i = 0;
 #if HAS_F16C
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from + i))));
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, LOAD_HALVES(from + i));
 #endif
     for (; i < n; i++) to[i] = float_of_half(from[i]);
+    if (n & 1) to[n] = 0;
 }
 
-TARGET static void ISA(narrow_f16)(uint16_t *restrict to, const float *restrict from, int64_t n) {
+TARGET static void ISA(add_widened_f16)(float *restrict to, const uint16_t *restrict from,
+                                        int64_t n) {
     int64_t i = 0;
 #if HAS_F16C
     for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(to + i),
-                         _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+        _mm256_storeu_ps(to + i, _mm256_add_ps(_mm256_loadu_ps(to + i), LOAD_HALVES(from + i)));
 #endif
-    for (; i < n; i++) to[i] = half_of_float(from[i]);
+    for (; i < n; i++) to[i] += float_of_half(from[i]);
 }
 
-#define INTEGER_LOOPS(suffix)                                                                     \
+TARGET static void ISA(narrow_f16)(uint16_t *restrict to, const float *restrict from, float factor,
+                                   int64_t n) {
+    int64_t i = 0;
+#if HAS_F16C
+    const __m256 factors = _mm256_set1_ps(factor);
+    for (; i + 8 <= n; i += 8)
+        _mm_storeu_si128((__m128i *)(to + i),
+                         _mm256_cvtps_ph(_mm256_mul_ps(_mm256_loadu_ps(from + i), factors),
+                                         _MM_FROUND_TO_NEAREST_INT));
+#endif
+    for (; i < n; i++) to[i] = half_of_float(from[i] * factor);
+}
+
+#define INTEGER_LOOPS(suffix, bytes)                                                              \
     {                                                                                             \
+        .lane_bytes = bytes, .lanes = 1,                                                          \
         .fold = {[PL_SUM] = ISA(add_##suffix),                                                    \
                  [PL_PRODUCT] = ISA(multiply_##suffix),                                           \
                  [PL_MIN] = ISA(min_##suffix),                                                    \
                  [PL_MAX] = ISA(max_##suffix)}                                                    \
     }
-#define FLOAT_LOOPS(suffix)                                                                       \
+#define FLOAT_LOOPS(suffix, bytes)                                                                \
+    .lane_bytes = bytes, .lanes = 1,                                                              \
     .fold = {[PL_SUM] = ISA(add_##suffix),                                                        \
              [PL_MEAN] = ISA(add_##suffix),                                                       \
              [PL_PRODUCT] = ISA(multiply_##suffix),                                               \
@@ -162,27 +201,34 @@ TARGET static void ISA(narrow_f16)(uint16_t *restrict to, const float *restrict 
              [PL_MAX] = ISA(max_##suffix)},                                                       \
     .scale = ISA(scale_##suffix), .divide = ISA(divide_##suffix),                                 \
     .scale_add = ISA(scale_add_##suffix)
-#define COMPLEX_LOOPS(suffix)                                                                     \
+#define COMPLEX_LOOPS(suffix, bytes)                                                              \
     {                                                                                             \
+        .lane_bytes = bytes, .lanes = 2,                                                          \
         .fold = {[PL_SUM] = ISA(add_##suffix),                                                    \
                  [PL_MEAN] = ISA(add_##suffix),                                                   \
                  [PL_PRODUCT] = ISA(multiply_##suffix)},                                          \
         .scale = ISA(scale_##suffix), .divide = ISA(divide_##suffix)                              \
     }
 
+#define HALF_LOOPS(suffix)                                                                        \
+    .widen = ISA(widen_##suffix), .add_widened = ISA(add_widened_##suffix),                       \
+    .narrow = ISA(narrow_##suffix)
+
 static const struct loops ISA(loops)[] = {
-    [PL_F32] = {FLOAT_LOOPS(f32)},
-    [PL_F64] = {FLOAT_LOOPS(f64)},
-    [PL_F16] = {FLOAT_LOOPS(f32), .widen = ISA(widen_f16), .narrow = ISA(narrow_f16)},
-    [PL_BF16] = {FLOAT_LOOPS(f32), .widen = ISA(widen_bf16), .narrow = ISA(narrow_bf16)},
-    [PL_I8] = INTEGER_LOOPS(i8),
-    [PL_I16] = INTEGER_LOOPS(i16),
-    [PL_I32] = INTEGER_LOOPS(i32),
-    [PL_I64] = INTEGER_LOOPS(i64),
-    [PL_U8] = INTEGER_LOOPS(u8),
-    [PL_BOOL] = {.fold = {[PL_MIN] = ISA(min_u8), [PL_MAX] = ISA(max_u8)}},
-    [PL_C64] = COMPLEX_LOOPS(c64),
-    [PL_C128] = COMPLEX_LOOPS(c128),
+    [PL_F32] = {FLOAT_LOOPS(f32, 4)},
+    [PL_F64] = {FLOAT_LOOPS(f64, 8)},
+    [PL_F16] = {FLOAT_LOOPS(f32, 2), HALF_LOOPS(f16)},
+    [PL_BF16] = {FLOAT_LOOPS(f32, 2), HALF_LOOPS(bf16)},
+    [PL_I8] = INTEGER_LOOPS(i8, 1),
+    [PL_I16] = INTEGER_LOOPS(i16, 2),
+    [PL_I32] = INTEGER_LOOPS(i32, 4),
+    [PL_I64] = INTEGER_LOOPS(i64, 8),
+    [PL_U8] = INTEGER_LOOPS(u8, 1),
+    [PL_BOOL] = {.lane_bytes = 1,
+                 .lanes = 1,
+                 .fold = {[PL_MIN] = ISA(min_u8), [PL_MAX] = ISA(max_u8)}},
+    [PL_C64] = COMPLEX_LOOPS(c64, 4),
+    [PL_C128] = COMPLEX_LOOPS(c128, 8),
 };
 
 #undef FOLD
@@ -197,6 +243,8 @@ static const struct loops ISA(loops)[] = {
 #undef INTEGER_LOOPS
 #undef FLOAT_LOOPS
 #undef COMPLEX_LOOPS
+#undef HALF_LOOPS
+#undef LOAD_HALVES
 #undef ISA
 #undef TARGET
 #undef TARGET_FMA
