@@ -27,18 +27,25 @@ enum { BLOCK_BYTES = 2048 };
 typedef void fold_loop(void *to, const void *a, const void *b, int64_t n);
 typedef void scale_loop(void *to, const void *x, double factor, int64_t n);
 typedef void widen_loop(float *restrict to, const uint16_t *restrict from, int64_t n);
+typedef void add_widened_loop(float *restrict to, const uint16_t *restrict from, float factor,
+                              int64_t n);
+typedef int64_t sum_loop(uint16_t *to, const uint16_t *const *parts, int n_parts, int64_t at,
+                         int64_t n, float by);
 typedef void narrow_loop(uint16_t *restrict to, const float *restrict from, float factor, int64_t n);
 
 /* The loops of a dtype; NULL if it has no such operation.
 
    Those of halves work on float32. `widen` writes an even number of floats, in any order: `narrow`
-   undoes it, and multiplies by a factor on the way. `add_widened` adds halves to widened ones. */
+   undoes it, and multiplies by a factor on the way. `add_widened` adds halves times a factor to
+   widened ones. `sum` is a faster way for sums and means, on x86 alone. */
 struct loops {
     uint8_t lane_bytes, lanes; /* a complex element has two lanes */
     fold_loop *fold[PL_MAX + 1];
     scale_loop *scale, *divide, *scale_add;
-    widen_loop *widen, *add_widened;
+    widen_loop *widen;
+    add_widened_loop *add_widened;
     narrow_loop *narrow;
+    sum_loop *sum;
 };
 
 static inline float float_of_bits(uint32_t bits) {
@@ -125,9 +132,11 @@ static inline uint16_t half_of_float(float value) {
 #include "reduce_loops.h"
 
 #if defined(__x86_64__) && !defined(PL_PORTABLE)
+/* gcc and clang turn __builtin_fma into one instruction, in functions whose target has it. There is
+   no copy of the loops for AVX-512: measured, it gained nothing, and some processors slow down. */
 #define ISA(name) name##_avx2
 #define TARGET __attribute__((target("avx2,f16c")))
-#define TARGET_FMA __attribute__((target("avx2,fma")))
+#define TARGET_FMA __attribute__((target("avx2,f16c,fma")))
 #define HAS_F16C 1
 #define FUSE(T, a, b, c) (sizeof(T) == 4 ? (T)__builtin_fmaf((float)(a), (float)(b), (float)(c)) \
                                          : (T)__builtin_fma((a), (b), (c)))
@@ -147,9 +156,9 @@ static const struct loops *pick_loops(int dtype) {
 
 static inline int is_power_of_two(int n) { return (n & (n - 1)) == 0; }
 
-/* Room for one block, of lanes of any type. */
+/* Room for one block, of lanes of any type. On a cache line, so that no vector lies across two. */
 typedef union {
-    float f32[BLOCK_BYTES / 4];
+    _Alignas(64) float f32[BLOCK_BYTES / 4];
     double f64[BLOCK_BYTES / 8];
     char bytes[BLOCK_BYTES];
 } block_t;
@@ -199,7 +208,7 @@ static void reduce_halves(char *out, const void *const *parts, int n_parts, cons
             loops->widen(total.f32, x, lanes);
             if (weight != 1.0) loops->scale(total.f32, total.f32, weight, widened);
         } else if (adds && weight == 1.0) {
-            loops->add_widened(total.f32, x, lanes);
+            loops->add_widened(total.f32, x, 1.0f, lanes);
         } else {
             loops->widen(next.f32, x, lanes);
             if (weight != 1.0) loops->scale(next.f32, next.f32, weight, widened);
@@ -225,12 +234,25 @@ int pl_reduce(void *const *outs, int n_outs, const void *const *parts, int n_par
     if (weights && (!loops->scale_add || (op != PL_SUM && op != PL_MEAN))) return -1;
     const int lane_bytes = loops->lane_bytes;
     const int64_t lanes = count * loops->lanes;
-    const int64_t step = BLOCK_BYTES / (loops->widen ? 4 : lane_bytes);
+    const int adds_halves = loops->sum && !weights && (op == PL_SUM || op == PL_MEAN);
+    /* Two parts and one out need no room between passes: no blocks, so no calls for each of them. */
+    const int is_one_pass =
+        n_outs == 1 &&
+        (adds_halves || (n_parts <= 2 && !weights && !loops->widen && op != PL_MEAN));
+    const int64_t step = is_one_pass ? lanes : BLOCK_BYTES / (loops->widen ? 4 : lane_bytes);
     for (int64_t i = 0; i < lanes; i += step) {
-        const int64_t at = i * lane_bytes, n = lanes - i < step ? lanes - i : step;
-        char *out = (char *)outs[0] + at;
-        (loops->widen ? reduce_halves : reduce_plain)(out, parts, n_parts, weights, at, n, loops, op);
-        for (int j = 1; j < n_outs; j++) pl_copy((char *)outs[j] + at, out, n * lane_bytes);
+        const int64_t n = lanes - i < step ? lanes - i : step;
+        int64_t done = i;
+        if (adds_halves)
+            done += loops->sum(outs[0], (const uint16_t *const *)parts, n_parts, i, n,
+                               op == PL_MEAN ? (float)n_parts : 0.0f);
+        if (done < i + n)
+            (loops->widen ? reduce_halves : reduce_plain)((char *)outs[0] + done * lane_bytes, parts,
+                                                          n_parts, weights, done * lane_bytes,
+                                                          i + n - done, loops, op);
+        for (int j = 1; j < n_outs; j++)
+            pl_copy((char *)outs[j] + i * lane_bytes, (char *)outs[0] + i * lane_bytes,
+                    n * lane_bytes);
     }
     return 0;
 }
@@ -246,12 +268,12 @@ int pl_scale_copy(void *out, const void *x, int64_t count, int dtype, double fac
     } else if (!loops->widen) {
         loops->scale(out, x, factor, count);
     } else {
-        float block[BLOCK_BYTES / 4];
+        block_t block;
         const int64_t step = BLOCK_BYTES / 4;
         for (int64_t i = 0; i < count; i += step) {
             const int64_t n = count - i < step ? count - i : step;
-            loops->widen(block, (const uint16_t *)x + i, n);
-            loops->narrow((uint16_t *)out + i, block, (float)factor, n);
+            loops->widen(block.f32, (const uint16_t *)x + i, n);
+            loops->narrow((uint16_t *)out + i, block.f32, (float)factor, n);
         }
     }
     return 0;
@@ -270,18 +292,13 @@ int pl_scale_add(void *out, const void *x, int64_t count, int dtype, double fact
     float widened[2] = {(float)factor};
     loops->narrow(&half, widened, 1.0f, 1);
     loops->widen(widened, &half, 1);
-    float total[BLOCK_BYTES / 4], addend[BLOCK_BYTES / 4];
+    block_t total;
     const int64_t step = BLOCK_BYTES / 4;
     for (int64_t i = 0; i < count; i += step) {
         const int64_t n = count - i < step ? count - i : step;
-        loops->widen(total, (const uint16_t *)out + i, n);
-        if (widened[0] == 1.0f) {
-            loops->add_widened(total, (const uint16_t *)x + i, n);
-        } else {
-            loops->widen(addend, (const uint16_t *)x + i, n);
-            loops->scale_add(total, addend, widened[0], n + (n & 1));
-        }
-        loops->narrow((uint16_t *)out + i, total, 1.0f, n);
+        loops->widen(total.f32, (const uint16_t *)out + i, n);
+        loops->add_widened(total.f32, (const uint16_t *)x + i, widened[0], n);
+        loops->narrow((uint16_t *)out + i, total.f32, 1.0f, n);
     }
     return 0;
 }

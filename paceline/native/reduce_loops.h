@@ -119,7 +119,7 @@ COMPLEX_MEANS(c128, double)
    words come first, then the second ones; no lane moves. The last word may lack its second half. */
 TARGET static void ISA(widen_bf16)(float *restrict to, const uint16_t *restrict from, int64_t n) {
     const int64_t words = n / 2, half = (n + 1) / 2;
-    for (int64_t i = 0; i < words; i++) {
+    VECTORIZE for (int64_t i = 0; i < words; i++) {
         const uint32_t word = read_word(from + 2 * i);
         to[i] = float_of_bits(word << 16);
         to[half + i] = float_of_bits(word & 0xffff0000u);
@@ -127,15 +127,16 @@ TARGET static void ISA(widen_bf16)(float *restrict to, const uint16_t *restrict 
     if (n & 1) to[words] = float_of_bits((uint32_t)from[n - 1] << 16), to[half + words] = 0;
 }
 
-TARGET static void ISA(add_widened_bf16)(float *restrict to, const uint16_t *restrict from,
-                                         int64_t n) {
+TARGET_FMA static void ISA(add_widened_bf16)(float *restrict to, const uint16_t *restrict from,
+                                             float factor, int64_t n) {
     const int64_t words = n / 2, half = (n + 1) / 2;
-    for (int64_t i = 0; i < words; i++) {
+    VECTORIZE for (int64_t i = 0; i < words; i++) {
         const uint32_t word = read_word(from + 2 * i);
-        to[i] += float_of_bits(word << 16);
-        to[half + i] += float_of_bits(word & 0xffff0000u);
+        to[i] = FUSE(float, float_of_bits(word << 16), factor, to[i]);
+        to[half + i] = FUSE(float, float_of_bits(word & 0xffff0000u), factor, to[half + i]);
     }
-    if (n & 1) to[words] += float_of_bits((uint32_t)from[n - 1] << 16);
+    if (n & 1)
+        to[words] = FUSE(float, float_of_bits((uint32_t)from[n - 1] << 16), factor, to[words]);
 }
 
 TARGET static void ISA(narrow_bf16)(uint16_t *restrict to, const float *restrict from, float factor,
@@ -149,26 +150,30 @@ TARGET static void ISA(narrow_bf16)(uint16_t *restrict to, const float *restrict
 
 /* float16 keeps its order. For an odd n, one more float is written. */
 #if HAS_F16C
-#define LOAD_HALVES(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
+#define LOAD_F16(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
+#define STORE_F16(to, x)                                                                          \
+    _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph((x), _MM_FROUND_TO_NEAREST_INT))
 #endif
 
 TARGET static void ISA(widen_f16)(float *restrict to, const uint16_t *restrict from, int64_t n) {
     int64_t i = 0;
 #if HAS_F16C
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, LOAD_HALVES(from + i));
+    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, LOAD_F16(from + i));
 #endif
     for (; i < n; i++) to[i] = float_of_half(from[i]);
     if (n & 1) to[n] = 0;
 }
 
-TARGET static void ISA(add_widened_f16)(float *restrict to, const uint16_t *restrict from,
-                                        int64_t n) {
+TARGET_FMA static void ISA(add_widened_f16)(float *restrict to, const uint16_t *restrict from,
+                                            float factor, int64_t n) {
     int64_t i = 0;
 #if HAS_F16C
+    const __m256 factors = _mm256_set1_ps(factor);
     for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_add_ps(_mm256_loadu_ps(to + i), LOAD_HALVES(from + i)));
+        _mm256_storeu_ps(
+            to + i, _mm256_fmadd_ps(LOAD_F16(from + i), factors, _mm256_loadu_ps(to + i)));
 #endif
-    for (; i < n; i++) to[i] += float_of_half(from[i]);
+    for (; i < n; i++) to[i] = FUSE(float, float_of_half(from[i]), factor, to[i]);
 }
 
 TARGET static void ISA(narrow_f16)(uint16_t *restrict to, const float *restrict from, float factor,
@@ -177,12 +182,63 @@ TARGET static void ISA(narrow_f16)(uint16_t *restrict to, const float *restrict 
 #if HAS_F16C
     const __m256 factors = _mm256_set1_ps(factor);
     for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128((__m128i *)(to + i),
-                         _mm256_cvtps_ph(_mm256_mul_ps(_mm256_loadu_ps(from + i), factors),
-                                         _MM_FROUND_TO_NEAREST_INT));
+        STORE_F16(to + i, _mm256_mul_ps(_mm256_loadu_ps(from + i), factors));
 #endif
     for (; i < n; i++) to[i] = half_of_float(from[i] * factor);
 }
+
+/* Sum the elements from `at` to at + n, 16 at a time, in two registers; the last n % 16 are left.
+   Returns the number of elements written. The sum is divided by `by` if that is not 0. */
+#if HAS_F16C
+#define SUM_HALVES(suffix, LOAD, STORE)                                                           \
+    TARGET static int64_t ISA(sum_##suffix)(uint16_t *to, const uint16_t *const *parts,           \
+                                            int n_parts, int64_t at, int64_t n, float by) {       \
+        const __m256 divisor = _mm256_set1_ps(by);                                                \
+        int64_t i = at;                                                                           \
+        for (; i + 16 <= at + n; i += 16) {                                                       \
+            __m256 low, high, next_low, next_high;                                                \
+            LOAD(parts[0] + i, low, high);                                                        \
+            for (int k = 1; k < n_parts; k++) {                                                   \
+                LOAD(parts[k] + i, next_low, next_high);                                          \
+                low = _mm256_add_ps(low, next_low), high = _mm256_add_ps(high, next_high);        \
+            }                                                                                     \
+            if (by != 0) low = _mm256_div_ps(low, divisor), high = _mm256_div_ps(high, divisor);  \
+            STORE(to + i, low, high);                                                             \
+        }                                                                                         \
+        return i - at;                                                                            \
+    }
+
+/* As in widen_bf16, `low` has the first elements of words and `high` the second ones. */
+#define LOAD_BF16_PAIR(from, low, high)                                                           \
+    do {                                                                                          \
+        const __m256i words = _mm256_loadu_si256((const __m256i *)(from));                        \
+        low = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));                                  \
+        high = _mm256_castsi256_ps(                                                               \
+            _mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000u)));                        \
+    } while (0)
+#define STORE_BF16_PAIR(to, low, high)                                                            \
+    _mm256_storeu_si256((__m256i *)(to),                                                          \
+                        _mm256_blend_epi16(_mm256_srli_epi32(ISA(round_bf16)(low), 16),           \
+                                           ISA(round_bf16)(high), 0xaa))
+#define LOAD_F16_PAIR(from, low, high) (low = LOAD_F16(from), high = LOAD_F16((from) + 8))
+#define STORE_F16_PAIR(to, low, high) (STORE_F16(to, low), STORE_F16((to) + 8, high))
+
+/* round_to_bf16 for eight floats. */
+TARGET static inline __m256i ISA(round_bf16)(__m256 x) {
+    const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    return _mm256_castps_si256(_mm256_blendv_ps(
+        _mm256_castsi256_ps(_mm256_add_epi32(bits, bias)),
+        _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+
+SUM_HALVES(bf16, LOAD_BF16_PAIR, STORE_BF16_PAIR)
+SUM_HALVES(f16, LOAD_F16_PAIR, STORE_F16_PAIR)
+#define SUM_LOOP(suffix) .sum = ISA(sum_##suffix),
+#else
+#define SUM_LOOP(suffix)
+#endif
 
 #define INTEGER_LOOPS(suffix, bytes)                                                              \
     {                                                                                             \
@@ -211,6 +267,7 @@ TARGET static void ISA(narrow_f16)(uint16_t *restrict to, const float *restrict 
     }
 
 #define HALF_LOOPS(suffix)                                                                        \
+    SUM_LOOP(suffix)                                                                              \
     .widen = ISA(widen_##suffix), .add_widened = ISA(add_widened_##suffix),                       \
     .narrow = ISA(narrow_##suffix)
 
@@ -244,9 +301,9 @@ static const struct loops ISA(loops)[] = {
 #undef FLOAT_LOOPS
 #undef COMPLEX_LOOPS
 #undef HALF_LOOPS
-#undef LOAD_HALVES
 #undef ISA
 #undef TARGET
 #undef TARGET_FMA
 #undef HAS_F16C
+#undef SUM_LOOP
 #undef FUSE
