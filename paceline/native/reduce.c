@@ -12,6 +12,7 @@
 #include <string.h>
 
 #if defined(__x86_64__) && !defined(PL_PORTABLE)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -40,7 +41,7 @@ typedef void narrow_loop(uint16_t *restrict to, const float *restrict from, floa
    widened ones. `sum` is a faster way for sums and means, on x86 alone. */
 struct loops {
     uint8_t lane_bytes, lanes; /* a complex element has two lanes */
-    fold_loop *fold[PL_MAX + 1];
+    fold_loop *fold[PL_XOR + 1];
     scale_loop *scale, *divide, *scale_add;
     widen_loop *widen;
     add_widened_loop *add_widened;
@@ -143,13 +144,27 @@ static inline uint16_t half_of_float(float value) {
 #include "reduce_loops.h"
 #endif
 
+#if defined(__x86_64__) && !defined(PL_PORTABLE)
+/* Written once, when the library is loaded: asking the processor may take microseconds in a virtual
+   machine. Not __builtin_cpu_supports, to which zig 0.17 always answers no. */
+static int has_avx2;
+
+/* Whether processor and kernel (its registers are saved) have avx2, fma and f16c. */
+__attribute__((constructor)) static void ask_processor(void) {
+    const unsigned wanted = bit_FMA | bit_F16C | bit_AVX | bit_OSXSAVE;
+    unsigned a, b, c, d, saved, unused;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & wanted) != wanted) return;
+    __asm__("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
+    if ((saved & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+    has_avx2 = (b & bit_AVX2) != 0;
+}
+#endif
+
 /* The loops of a dtype, in the best instructions of this processor. NULL for an unknown dtype. */
 static const struct loops *pick_loops(int dtype) {
     if (dtype < PL_F32 || dtype > PL_C128) return NULL;
 #if defined(__x86_64__) && !defined(PL_PORTABLE)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c"))
-        return &loops_avx2[dtype];
+    if (has_avx2) return &loops_avx2[dtype];
 #endif
     return &loops_portable[dtype];
 }
@@ -228,7 +243,7 @@ static void reduce_halves(char *out, const void *const *parts, int n_parts, cons
 int pl_reduce(void *const *outs, int n_outs, const void *const *parts, int n_parts,
               const double *weights, int64_t count, int dtype, int op) {
     const struct loops *loops = pick_loops(dtype);
-    if (!loops || op < PL_SUM || op > PL_MAX || !loops->fold[op] || n_outs < 1 || n_parts < 1)
+    if (!loops || op < PL_SUM || op > PL_XOR || !loops->fold[op] || n_outs < 1 || n_parts < 1)
         return -1;
     /* Only floating dtypes have a scale_add. */
     if (weights && (!loops->scale_add || (op != PL_SUM && op != PL_MEAN))) return -1;

@@ -37,7 +37,10 @@
     FOLD(add_##suffix, T, (T)((U)a + (U)b))                                                       \
     FOLD(multiply_##suffix, T, (T)((U)a * (U)b))                                                  \
     FOLD(min_##suffix, T, a < b ? a : b)                                                          \
-    FOLD(max_##suffix, T, a > b ? a : b)
+    FOLD(max_##suffix, T, a > b ? a : b)                                                          \
+    FOLD(and_##suffix, T, (T)(a & b))                                                             \
+    FOLD(or_##suffix, T, (T)(a | b))                                                              \
+    FOLD(xor_##suffix, T, (T)(a ^ b))
 
 FLOAT_FOLDS(f32, float)
 FLOAT_FOLDS(f64, double)
@@ -246,7 +249,10 @@ SUM_HALVES(f16, LOAD_F16_PAIR, STORE_F16_PAIR)
         .fold = {[PL_SUM] = ISA(add_##suffix),                                                    \
                  [PL_PRODUCT] = ISA(multiply_##suffix),                                           \
                  [PL_MIN] = ISA(min_##suffix),                                                    \
-                 [PL_MAX] = ISA(max_##suffix)}                                                    \
+                 [PL_MAX] = ISA(max_##suffix),                                                    \
+                 [PL_AND] = ISA(and_##suffix),                                                    \
+                 [PL_OR] = ISA(or_##suffix),                                                      \
+                 [PL_XOR] = ISA(xor_##suffix)}                                                    \
     }
 #define FLOAT_LOOPS(suffix, bytes)                                                                \
     .lane_bytes = bytes, .lanes = 1,                                                              \
@@ -283,7 +289,11 @@ static const struct loops ISA(loops)[] = {
     [PL_U8] = INTEGER_LOOPS(u8, 1),
     [PL_BOOL] = {.lane_bytes = 1,
                  .lanes = 1,
-                 .fold = {[PL_MIN] = ISA(min_u8), [PL_MAX] = ISA(max_u8)}},
+                 .fold = {[PL_MIN] = ISA(min_u8),
+                          [PL_MAX] = ISA(max_u8),
+                          [PL_AND] = ISA(and_u8),
+                          [PL_OR] = ISA(or_u8),
+                          [PL_XOR] = ISA(xor_u8)}},
     [PL_C64] = COMPLEX_LOOPS(c64, 4),
     [PL_C128] = COMPLEX_LOOPS(c128, 8),
 };
