@@ -147,7 +147,7 @@ static inline uint16_t half_of_float(float value) {
 #if defined(__x86_64__) && !defined(PL_PORTABLE)
 /* Written once, when the library is loaded: asking the processor may take microseconds in a virtual
    machine. Not __builtin_cpu_supports, to which zig 0.17 always answers no. */
-static int has_avx2;
+int pl_has_avx2;
 
 /* Whether processor and kernel (its registers are saved) have avx2, fma and f16c. */
 __attribute__((constructor)) static void ask_processor(void) {
@@ -156,7 +156,7 @@ __attribute__((constructor)) static void ask_processor(void) {
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & wanted) != wanted) return;
     __asm__("xgetbv" : "=a"(saved), "=d"(unused) : "c"(0));
     if ((saved & 6) != 6 || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
-    has_avx2 = (b & bit_AVX2) != 0;
+    pl_has_avx2 = (b & bit_AVX2) != 0;
 }
 #endif
 
@@ -164,7 +164,7 @@ __attribute__((constructor)) static void ask_processor(void) {
 static const struct loops *pick_loops(int dtype) {
     if (dtype < PL_F32 || dtype > PL_C128) return NULL;
 #if defined(__x86_64__) && !defined(PL_PORTABLE)
-    if (has_avx2) return &loops_avx2[dtype];
+    if (pl_has_avx2) return &loops_avx2[dtype];
 #endif
     return &loops_portable[dtype];
 }

@@ -56,4 +56,9 @@ PL_EXPORT int pl_scale_add(void *out, const void *x, int64_t count, int dtype, d
 /* Copy `nbytes` bytes. The ranges don't overlap, or are the same. */
 PL_EXPORT void pl_copy(void *to, const void *from, int64_t nbytes);
 
+#if defined(__x86_64__)
+/* Whether this processor has AVX2, FMA and F16C. For the files of this library alone. */
+extern int pl_has_avx2;
+#endif
+
 #endif
