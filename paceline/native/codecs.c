@@ -202,6 +202,7 @@ INLINE int encode(int coding, const float *x, int64_t count, int64_t block, cons
         const int64_t n = count - i < block ? count - i : block;
         uint8_t *to = levels + count_bytes(coding, i);
         if (coding == PL_SIGN) {
+            /* The usual length as a constant: the compiler unrolls all loops of it. */
             *scales++ = n == 64 ? average_magnitudes(x + i, 64) : average_magnitudes(x + i, n);
             write_signs(x + i, n, to);
         } else {
@@ -226,19 +227,20 @@ INLINE void read_block(int coding, float *restrict out, int64_t n, float scale,
         for (int64_t i = 0; i < width; i++) PUT(i, (float)((levels[i] & 15) - 8));
         for (int64_t i = 0; i < n - width; i++) PUT(width + i, (float)((levels[i] >> 4) - 8));
     } else {
-        /* Four lanes, in vectors of the compiler: it makes none of eight variable shifts. */
-        typedef int32_t quad __attribute__((vector_size(16)));
-        const quad masks[2] = {{1, 2, 4, 8}, {16, 32, 64, 128}};
-        const quad plus = {bits_of(scale), bits_of(scale), bits_of(scale), bits_of(scale)};
+        /* Vectors of the compiler, of four lanes: gcc makes none of a loop over bits. */
+        typedef int32_t int_quad __attribute__((vector_size(16)));
+        typedef float quad __attribute__((vector_size(16)));
+        const int_quad masks[2] = {{1, 2, 4, 8}, {16, 32, 64, 128}};
         int64_t i = 0;
         for (; i + 4 <= n; i += 4) {
             const int32_t byte = levels[i / 8];
-            const quad bytes = {byte, byte, byte, byte};
-            const quad is_minus = (bytes & masks[i / 4 & 1]) != 0;
-            const quad signs = plus ^ (is_minus & INT32_MIN);
-            float values[4];
-            memcpy(values, &signs, sizeof values);
-            for (int k = 0; k < 4; k++) out[i + k] = adds ? out[i + k] + values[k] * factor : values[k];
+            const int_quad is_minus =
+                ((int_quad){byte, byte, byte, byte} & masks[i / 4 & 1]) != 0;
+            quad old, values = (quad){scale, scale, scale, scale};
+            values = (quad)((int_quad)values ^ (is_minus & INT32_MIN));
+            memcpy(&old, out + i, sizeof old);
+            if (adds) values = old + values * factor;
+            memcpy(out + i, &values, sizeof values);
         }
         for (; i < n; i++) PUT(i, levels[i / 8] >> (i % 8) & 1 ? -1.0f : 1.0f);
     }
