@@ -29,13 +29,12 @@
 
 enum { BLOCK_BYTES = 2048 };
 
-typedef float floats __attribute__((vector_size(32)));
-typedef int32_t ints __attribute__((vector_size(32)));
+enum { SCALE = PL_XOR + 1, SCALE_ADD }; /* like an enum pl_op, for halves: x * factor, out + x * factor */
 
 typedef void fold_loop(void *to, const void *a, const void *b, int64_t n);
 typedef void scale_loop(void *to, const void *x, double factor, int64_t n);
 typedef void halves_loop(uint16_t *const *outs, int n_outs, const uint16_t *const *parts,
-                         int n_parts, const double *weights, int64_t count, int op, int weighing);
+                         int n_parts, const double *weights, int64_t count, int op, float factor);
 
 /* The loops of a dtype; NULL if it has no such operation. */
 struct loops {
@@ -103,23 +102,35 @@ static inline uint16_t half_of_float(float value) {
 
 /* Round a factor to the dtype, which is a half. For bfloat16, adds half of the last place, less one
    if the last place is even, so that ties go to even. */
-static double round_factor(double factor, int dtype) {
+static float round_factor(double factor, int dtype) {
     if (dtype == PL_F16) return float_of_half(half_of_float((float)factor));
     const uint32_t bits = bits_of_float((float)factor);
-    return factor != factor ? factor
+    return factor != factor ? (float)factor
                             : float_of_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
 #define ISA(name) name##_portable
 #define TARGET
 #define TARGET_FMA
-#define HAS_F16C 0
+#define VECTOR_BYTES 16
 #if defined(__aarch64__)
 #define FUSE(T, a, b, c) (sizeof(T) == 4 ? (T)__builtin_fmaf((float)(a), (float)(b), (float)(c)) \
                                          : (T)__builtin_fma((a), (b), (c)))
 #else
 #define FUSE(T, a, b, c) ((a) * (b) + (c))
 #endif
+#define FUSE_FLOATS(total, x, factor)                                                             \
+    for (int lane = 0; lane < 4; lane++)                                                          \
+    (total)[lane] = FUSE(float, (x)[lane], factor, (total)[lane])
+#define WIDEN_F16(x, from)                                                                        \
+    for (int lane = 0; lane < 4; lane++) (x)[lane] = float_of_half((from)[lane])
+#define NARROW_F16(words, low, high)                                                              \
+    do {                                                                                          \
+        uint16_t halves[8];                                                                       \
+        for (int lane = 0; lane < 4; lane++) halves[lane] = half_of_float((low)[lane]);           \
+        for (int lane = 0; lane < 4; lane++) halves[4 + lane] = half_of_float((high)[lane]);      \
+        memcpy(&(words), halves, sizeof halves);                                                  \
+    } while (0)
 #include "reduce_loops.h"
 
 #if defined(__x86_64__) && !defined(PL_PORTABLE)
@@ -128,9 +139,17 @@ static double round_factor(double factor, int dtype) {
 #define ISA(name) name##_avx2
 #define TARGET __attribute__((target("avx2,f16c")))
 #define TARGET_FMA __attribute__((target("avx2,f16c,fma")))
-#define HAS_F16C 1
+#define VECTOR_BYTES 32
 #define FUSE(T, a, b, c) (sizeof(T) == 4 ? (T)__builtin_fmaf((float)(a), (float)(b), (float)(c)) \
                                          : (T)__builtin_fma((a), (b), (c)))
+#define FUSE_FLOATS(total, x, factor)                                                             \
+    total = (floats_avx2)_mm256_fmadd_ps((__m256)(x), _mm256_set1_ps(factor), (__m256)(total))
+#define WIDEN_F16(x, from)                                                                        \
+    x = (floats_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
+#define NARROW_F16(words, low, high)                                                              \
+    words = (ints_avx2)_mm256_inserti128_si256(                                                   \
+        _mm256_castsi128_si256(_mm256_cvtps_ph((__m256)(low), _MM_FROUND_TO_NEAREST_INT)),        \
+        _mm256_cvtps_ph((__m256)(high), _MM_FROUND_TO_NEAREST_INT), 1)
 #include "reduce_loops.h"
 #endif
 
@@ -209,7 +228,7 @@ int pl_reduce(void *const *outs, int n_outs, const void *const *parts, int n_par
     if (weights && (!is_floating(loops) || (op != PL_SUM && op != PL_MEAN))) return -1;
     if (loops->reduce_halves) {
         loops->reduce_halves((uint16_t *const *)outs, n_outs, (const uint16_t *const *)parts,
-                             n_parts, weights, count, op, weights != NULL);
+                             n_parts, weights, count, op, 1.0f);
         return 0;
     }
     const int64_t lanes = count * loops->lanes, lane_bytes = loops->lane_bytes;
@@ -235,7 +254,7 @@ int pl_scale_copy(void *out, const void *x, int64_t count, int dtype, double fac
     } else if (loops->reduce_halves) {
         uint16_t *to = out;
         const uint16_t *from = x;
-        loops->reduce_halves(&to, 1, &from, 1, &factor, count, PL_SUM, 1);
+        loops->reduce_halves(&to, 1, &from, 1, NULL, count, SCALE, (float)factor);
     } else {
         loops->scale(out, x, factor, count);
     }
@@ -252,8 +271,7 @@ int pl_scale_add(void *out, const void *x, int64_t count, int dtype, double fact
     }
     uint16_t *to = out;
     const uint16_t *from[2] = {out, x};
-    const double weights[2] = {1.0, round_factor(factor, dtype)};
-    loops->reduce_halves(&to, 1, from, 2, weights, count, PL_SUM, 2);
+    loops->reduce_halves(&to, 1, from, 2, NULL, count, SCALE_ADD, round_factor(factor, dtype));
     return 0;
 }
 

@@ -5,7 +5,8 @@
    TARGET     the attribute that lets the compiler use the instructions, or nothing
    TARGET_FMA the same with fused multiplications. Only loops that ask for them have it: gcc 12 fuses
               complex products even under -ffp-contract=off
-   HAS_F16C   1 if float16 is converted by x86 intrinsics
+   VECTOR_BYTES  length of a vector
+   WIDEN_F16(x, from), NARROW_F16(words, low, high), FUSE_FLOATS(total, x, factor)  for whole vectors
    FUSE(T, a, b, c)  a * b + c, rounded once if the instruction set can
 
    `to` may be exactly one of the inputs, never overlap them otherwise, so each loop promises the
@@ -118,132 +119,118 @@ SCALES(f64, double)
 COMPLEX_MEANS(c64, float)
 COMPLEX_MEANS(c128, double)
 
-/* ---- halves: 16 elements at a time, in two vectors of float32
+/* ---- halves: two vectors of float32 at a time, which are two vectors of bytes of memory each
 
-   bfloat16: two elements lie in a word. `low` has the first elements of eight words and `high` the
+   bfloat16: two elements lie in a word. `low` has the first elements of the words and `high` the
    second ones, so that a shift or a mask converts them: no lane moves. float16 keeps its order. */
-TARGET INLINE void ISA(round_to_bf16)(floats *x) {
-    const ints bits = (ints)*x, nan = *x != *x;
+typedef float ISA(floats) __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t ISA(ints) __attribute__((vector_size(VECTOR_BYTES)));
+enum { ISA(LANES) = VECTOR_BYTES / 4, ISA(UNIT) = VECTOR_BYTES / 2 };
+
+TARGET INLINE void ISA(round_to_bf16)(ISA(floats) *x) {
+    const ISA(ints) bits = (ISA(ints))*x, nan = *x != *x;
     /* Half of the last place, less one if the last place is even: ties go to even. */
-    *x = (floats)((nan & 0x7fc00000) | (~nan & (bits + 0x7fff + (bits >> 16 & 1))));
+    *x = (ISA(floats))((nan & 0x7fc00000) | (~nan & (bits + 0x7fff + (bits >> 16 & 1))));
 }
 
-TARGET INLINE void ISA(fold_floats)(floats *total, const floats *x, int op) {
-    const floats a = *total, b = *x;
-    const ints takes_a = (a != a) | (op == PL_MIN ? a < b : a > b);
+TARGET_FMA INLINE void ISA(fold_floats)(ISA(floats) *total, const ISA(floats) *x, int op,
+                                        float factor) {
+    const ISA(floats) a = *total, b = *x;
+    const ISA(ints) takes_a = (a != a) | (op == PL_MIN ? a < b : a > b);
     if (op == PL_SUM)
         *total = a + b;
     else if (op == PL_PRODUCT)
         *total = a * b;
+    else if (op == SCALE_ADD)
+        FUSE_FLOATS(*total, b, factor);
     else
-        *total = (floats)((takes_a & (ints)a) | (~takes_a & (ints)b));
+        *total = (ISA(floats))((takes_a & (ISA(ints))a) | (~takes_a & (ISA(ints))b));
 }
 
-#if HAS_F16C
-#define FUSE_FLOATS(total, x, factor)                                                             \
-    total = (floats)_mm256_fmadd_ps((__m256)(x), _mm256_set1_ps(factor), (__m256)(total))
-#define WIDEN_F16(x, from) x = (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
-#define NARROW_F16(words, low, high)                                                              \
-    words = (ints)_mm256_inserti128_si256(                                                        \
-        _mm256_castsi128_si256(_mm256_cvtps_ph((__m256)(low), _MM_FROUND_TO_NEAREST_INT)),        \
-        _mm256_cvtps_ph((__m256)(high), _MM_FROUND_TO_NEAREST_INT), 1)
-#else
-#define FUSE_FLOATS(total, x, factor)                                                             \
-    for (int lane = 0; lane < 8; lane++) total[lane] = FUSE(float, x[lane], factor, total[lane])
-#define WIDEN_F16(x, from)                                                                        \
-    for (int lane = 0; lane < 8; lane++) x[lane] = float_of_half((from)[lane])
-#define NARROW_F16(words, low, high)                                                              \
-    do {                                                                                          \
-        uint16_t halves[16];                                                                      \
-        for (int lane = 0; lane < 8; lane++) halves[lane] = half_of_float(low[lane]);             \
-        for (int lane = 0; lane < 8; lane++) halves[8 + lane] = half_of_float(high[lane]);        \
-        memcpy(&words, halves, sizeof words);                                                     \
-    } while (0)
-#endif
-
-/* Load n elements, at most 16. */
-TARGET INLINE void ISA(load_halves)(floats *low, floats *high, const uint16_t *from, size_t n,
-                                    int is_bf16) {
-    uint16_t tail[16] = {0};
-    if (n < 16) from = memcpy(tail, from, n * sizeof *tail);
+/* Load n elements, at most a unit. */
+TARGET INLINE void ISA(load_halves)(ISA(floats) *low, ISA(floats) *high, const uint16_t *from,
+                                    size_t n, int is_bf16) {
+    uint16_t tail[ISA(UNIT)] = {0};
+    if (n < ISA(UNIT)) from = memcpy(tail, from, n * sizeof *tail);
     if (is_bf16) {
-        ints words;
+        ISA(ints) words;
         memcpy(&words, from, sizeof words);
-        *low = (floats)(words << 16), *high = (floats)(words & (int32_t)0xffff0000);
+        *low = (ISA(floats))(words << 16), *high = (ISA(floats))(words & (int32_t)0xffff0000);
     } else {
-        WIDEN_F16((*low), from);
-        WIDEN_F16((*high), from + 8);
+        WIDEN_F16(*low, from);
+        WIDEN_F16(*high, from + ISA(LANES));
     }
 }
 
-/* Reduce the n elements from i on, at most 16. The arguments n, op, is_bf16 and weighing are
-   constants where this is inlined, so that no branch on them is left.
-
-   weighing: 0: no weights; 1: parts are multiplied, products rounded; 2: products are not rounded
-       if the instruction set can. */
-TARGET_FMA INLINE void ISA(reduce_vectors)(uint16_t *const *outs, int n_outs,
-                                           const uint16_t *const *parts, int n_parts,
-                                           const double *weights, float divisor, int64_t i,
-                                           size_t n, int op, int is_bf16, int weighing) {
-    floats total_low = {0}, total_high = {0}, low, high;
-    ints words;
+/* Reduce the n elements from i on, at most a unit. The arguments n, op, is_bf16 and has_weights are
+   constants where this is inlined, so that no branch on them is left. `factor` is that of SCALE and
+   SCALE_ADD; the result is divided by `divisor` if that is not 0. */
+TARGET_FMA INLINE void ISA(reduce_unit)(uint16_t *const *outs, int n_outs,
+                                        const uint16_t *const *parts, int n_parts,
+                                        const double *weights, float factor, float divisor,
+                                        int64_t i, size_t n, int op, int is_bf16,
+                                        int has_weights) {
+    ISA(floats) total_low = {0}, total_high = {0}, low = {0}, high = {0};
+    ISA(ints) words;
     int k = 0;
-    while (weighing && k < n_parts && weights[k] == 0.0) k++;
+    while (has_weights && k < n_parts && weights[k] == 0.0) k++;
     if (k < n_parts) {
         ISA(load_halves)(&total_low, &total_high, parts[k] + i, n, is_bf16);
-        if (weighing) total_low *= (float)weights[k], total_high *= (float)weights[k];
+        if (has_weights) total_low *= (float)weights[k], total_high *= (float)weights[k];
     }
     for (k++; k < n_parts; k++) {
-        if (weighing && weights[k] == 0.0) continue;
+        if (has_weights && weights[k] == 0.0) continue;
         ISA(load_halves)(&low, &high, parts[k] + i, n, is_bf16);
-        if (weighing == 2) {
-            FUSE_FLOATS(total_low, low, (float)weights[k]);
-            FUSE_FLOATS(total_high, high, (float)weights[k]);
-            continue;
-        }
-        if (weighing) low *= (float)weights[k], high *= (float)weights[k];
-        ISA(fold_floats)(&total_low, &low, op);
-        ISA(fold_floats)(&total_high, &high, op);
+        if (has_weights) low *= (float)weights[k], high *= (float)weights[k];
+        ISA(fold_floats)(&total_low, &low, op, factor);
+        ISA(fold_floats)(&total_high, &high, op, factor);
     }
-    if (divisor != 0) total_low /= divisor, total_high /= divisor;
+    if (op == SCALE) total_low *= factor, total_high *= factor;
+    if (op == PL_SUM && divisor != 0) total_low /= divisor, total_high /= divisor;
     if (is_bf16) {
-        ISA(round_to_bf16)(&total_low);
-        ISA(round_to_bf16)(&total_high);
-        words = ((ints)total_low >> 16 & 0xffff) | ((ints)total_high & (int32_t)0xffff0000);
+        if (op != PL_MIN && op != PL_MAX) { /* these are one of the parts */
+            ISA(round_to_bf16)(&total_low);
+            ISA(round_to_bf16)(&total_high);
+        }
+        words = ((ISA(ints))total_low >> 16 & 0xffff) |
+                ((ISA(ints))total_high & (int32_t)0xffff0000);
     } else {
         NARROW_F16(words, total_low, total_high);
     }
     for (k = 0; k < n_outs; k++) memcpy(outs[k] + i, &words, n * sizeof **outs);
 }
 
+#define REDUCE_ALL(op, is_bf16, has_weights)                                                      \
+    do {                                                                                          \
+        int64_t i = 0;                                                                            \
+        for (; i + ISA(UNIT) <= count; i += ISA(UNIT))                                            \
+            ISA(reduce_unit)(outs, n_outs, parts, n_parts, weights, factor, divisor, i,           \
+                             ISA(UNIT), op, is_bf16, has_weights);                                \
+        if (i < count)                                                                            \
+            ISA(reduce_unit)(outs, n_outs, parts, n_parts, weights, factor, divisor, i,           \
+                             (size_t)(count - i), op, is_bf16, has_weights);                      \
+    } while (0)
+
 #define HALVES(suffix, is_bf16)                                                                   \
     TARGET_FMA static void ISA(reduce_##suffix)(                                                  \
         uint16_t *const *outs, int n_outs, const uint16_t *const *parts, int n_parts,             \
-        const double *weights, int64_t count, int op, int weighing) {                             \
+        const double *weights, int64_t count, int op, float factor) {                             \
         const float divisor = op == PL_MEAN ? (float)n_parts : 0.0f;                              \
-        if (weighing == 2)                                                                        \
-            REDUCE_HALVES(PL_SUM, is_bf16, 2);                                                    \
-        else if (weighing == 1)                                                                   \
-            REDUCE_HALVES(PL_SUM, is_bf16, 1);                                                    \
+        if (weights)                                                                              \
+            REDUCE_ALL(PL_SUM, is_bf16, 1);                                                       \
         else if (op == PL_PRODUCT)                                                                \
-            REDUCE_HALVES(PL_PRODUCT, is_bf16, 0);                                                \
+            REDUCE_ALL(PL_PRODUCT, is_bf16, 0);                                                   \
         else if (op == PL_MIN)                                                                    \
-            REDUCE_HALVES(PL_MIN, is_bf16, 0);                                                    \
+            REDUCE_ALL(PL_MIN, is_bf16, 0);                                                       \
         else if (op == PL_MAX)                                                                    \
-            REDUCE_HALVES(PL_MAX, is_bf16, 0);                                                    \
+            REDUCE_ALL(PL_MAX, is_bf16, 0);                                                       \
+        else if (op == SCALE)                                                                     \
+            REDUCE_ALL(SCALE, is_bf16, 0);                                                        \
+        else if (op == SCALE_ADD)                                                                 \
+            REDUCE_ALL(SCALE_ADD, is_bf16, 0);                                                    \
         else                                                                                      \
-            REDUCE_HALVES(PL_SUM, is_bf16, 0);                                                    \
+            REDUCE_ALL(PL_SUM, is_bf16, 0);                                                       \
     }
-#define REDUCE_HALVES(op, is_bf16, weighing)                                                      \
-    do {                                                                                          \
-        int64_t i = 0;                                                                            \
-        for (; i + 16 <= count; i += 16)                                                          \
-            ISA(reduce_vectors)(outs, n_outs, parts, n_parts, weights, divisor, i, 16, op,        \
-                                is_bf16, weighing);                                               \
-        if (i < count)                                                                            \
-            ISA(reduce_vectors)(outs, n_outs, parts, n_parts, weights, divisor, i,                \
-                                (size_t)(count - i), op, is_bf16, weighing);                      \
-    } while (0)
 
 HALVES(f16, 0)
 HALVES(bf16, 1)
@@ -302,7 +289,7 @@ static const struct loops ISA(loops)[] = {
 #undef ISA
 #undef TARGET
 #undef TARGET_FMA
-#undef HAS_F16C
+#undef VECTOR_BYTES
 #undef FUSE
 #undef FUSE_FLOATS
 #undef WIDEN_F16
