@@ -29,7 +29,8 @@
 
 enum { BLOCK_BYTES = 2048 };
 
-enum { SCALE = PL_XOR + 1, SCALE_ADD }; /* like an enum pl_op, for halves: x * factor, out + x * factor */
+/* Further operations of halves: x * factor, out + x * factor. */
+enum { SCALE = PL_XOR + 1, SCALE_ADD };
 
 typedef void fold_loop(void *to, const void *a, const void *b, int64_t n);
 typedef void scale_loop(void *to, const void *x, double factor, int64_t n);
@@ -120,15 +121,14 @@ static float round_factor(double factor, int dtype) {
 #define FUSE(T, a, b, c) ((a) * (b) + (c))
 #endif
 #define FUSE_FLOATS(total, x, factor)                                                             \
-    for (int lane = 0; lane < 4; lane++)                                                          \
-    (total)[lane] = FUSE(float, (x)[lane], factor, (total)[lane])
+    for (int k = 0; k < 4; k++) (total)[k] = FUSE(float, (x)[k], factor, (total)[k])
 #define WIDEN_F16(x, from)                                                                        \
-    for (int lane = 0; lane < 4; lane++) (x)[lane] = float_of_half((from)[lane])
+    for (int k = 0; k < 4; k++) (x)[k] = float_of_half((from)[k])
 #define NARROW_F16(words, low, high)                                                              \
     do {                                                                                          \
         uint16_t halves[8];                                                                       \
-        for (int lane = 0; lane < 4; lane++) halves[lane] = half_of_float((low)[lane]);           \
-        for (int lane = 0; lane < 4; lane++) halves[4 + lane] = half_of_float((high)[lane]);      \
+        for (int k = 0; k < 4; k++) halves[k] = half_of_float((low)[k]);                          \
+        for (int k = 0; k < 4; k++) halves[4 + k] = half_of_float((high)[k]);                     \
         memcpy(&(words), halves, sizeof halves);                                                  \
     } while (0)
 #include "reduce_loops.h"
@@ -151,9 +151,7 @@ static float round_factor(double factor, int dtype) {
         _mm256_castsi128_si256(_mm256_cvtps_ph((__m256)(low), _MM_FROUND_TO_NEAREST_INT)),        \
         _mm256_cvtps_ph((__m256)(high), _MM_FROUND_TO_NEAREST_INT), 1)
 #include "reduce_loops.h"
-#endif
 
-#if defined(__x86_64__) && !defined(PL_PORTABLE)
 /* Written once, when the library is loaded: asking the processor may take microseconds in a virtual
    machine. Not __builtin_cpu_supports, to which zig 0.17 always answers no. */
 int pl_has_avx2;
@@ -232,7 +230,7 @@ int pl_reduce(void *const *outs, int n_outs, const void *const *parts, int n_par
         return 0;
     }
     const int64_t lanes = count * loops->lanes, lane_bytes = loops->lane_bytes;
-    /* Two parts and one out need no room between passes: no blocks, so no calls for each of them. */
+    /* Two parts and one out need no room between passes, so there are no blocks. */
     const int is_one_pass = n_outs == 1 && n_parts <= 2 && !weights && op != PL_MEAN;
     const int64_t step = is_one_pass ? lanes : BLOCK_BYTES / lane_bytes;
     for (int64_t i = 0; i < lanes; i += step) {

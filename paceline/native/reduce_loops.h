@@ -1,16 +1,18 @@
 /* The loops of reduce.c, included once for each instruction set.
 
    The includer defines:
-   ISA(name)  the name of this copy of a function
-   TARGET     the attribute that lets the compiler use the instructions, or nothing
-   TARGET_FMA the same with fused multiplications. Only loops that ask for them have it: gcc 12 fuses
-              complex products even under -ffp-contract=off
-   VECTOR_BYTES  length of a vector
-   WIDEN_F16(x, from), NARROW_F16(words, low, high), FUSE_FLOATS(total, x, factor)  for whole vectors
-   FUSE(T, a, b, c)  a * b + c, rounded once if the instruction set can
+   ISA(name)      the name of this copy of a function or type
+   TARGET         the attribute that lets the compiler use the instructions, or nothing
+   TARGET_FMA     the same with fused multiplications. Only loops that ask for them have it: gcc 12
+                  fuses complex products even under -ffp-contract=off
+   FUSE(T, a, b, c)                      a * b + c, rounded once if the instruction set can
+   VECTOR_BYTES   length of a vector
+   FUSE_FLOATS(total, x, factor)         for vectors: total = x * factor + total, like FUSE
+   WIDEN_F16(x, from)                    for vectors: x = the float16 numbers from `from` on
+   NARROW_F16(words, low, high)          for vectors: words = low and high, rounded to float16
 
    `to` may be exactly one of the inputs, never overlap them otherwise, so each loop promises the
-   compiler that its rounds are independent (VECTORIZE). n counts lanes: a complex number has two. */
+   compiler that its rounds are independent (VECTORIZE). n counts lanes: a complex number has 2. */
 
 /* to = a (op) b. The last argument is the value for one element. */
 #define FOLD(name, T, VALUE)                                                                      \
@@ -33,7 +35,7 @@
     FOLD(min_##suffix, T, FLOAT_MIN)                                                              \
     FOLD(max_##suffix, T, FLOAT_MAX)
 
-/* Unsigned arithmetic of type U wraps; signed overflow, or that of promoted shorts, is undefined. */
+/* Unsigned arithmetic of type U wraps; overflow of signed ones and promoted shorts is undefined. */
 #define INTEGER_FOLDS(suffix, T, U)                                                               \
     FOLD(add_##suffix, T, (T)((U)a + (U)b))                                                       \
     FOLD(multiply_##suffix, T, (T)((U)a * (U)b))                                                  \
