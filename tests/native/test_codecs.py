@@ -212,10 +212,10 @@ def test_refuses_unknown_codings_and_blocks(library: ctypes.CDLL) -> None:
 
 
 def find_large(library: ctypes.CDLL, x: Tensor, cutoff: float, capacity: int) -> tuple[int, Tensor]:
-    indices = Guarded(torch.full((capacity,), -7, dtype=torch.int32))
+    source, indices = Guarded(x), Guarded(torch.full((capacity,), -7, dtype=torch.int32))
     library.pl_find_large.restype = ctypes.c_int64
     count = library.pl_find_large(
-        address(Guarded(x).tensor),
+        address(source.tensor),
         ctypes.c_int64(x.numel()),
         ctypes.c_float(cutoff),
         address(indices.tensor),
