@@ -25,6 +25,7 @@ from torch import Generator, Tensor
 
 from paceline.errors import UsageError
 from paceline.formatting import format_as_call
+from paceline.native.library import has_library
 
 # Elements that are processed together, so that intermediate results stay in the cache.
 SPAN = 128 << 10
@@ -107,6 +108,11 @@ def cut_spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
     width = max(1, SPAN // unit) * unit if x.device.type == "cpu" else max(1, x.numel())
     for start in range(0, x.numel(), width):
         yield start, min(start + width, x.numel())
+
+
+def runs_in_c(x: Tensor) -> bool:
+    """Whether C codes a tensor: one on the CPU, if this system has the C library."""
+    return x.device.type == "cpu" and type(x) is Tensor and has_library()
 
 
 def make_generator(

@@ -8,6 +8,9 @@ Each block has a float32 scale:
     int4     x = level * scale  -7 .. 7       largest |x| / 7           two levels a byte
     sign     x = level * scale  -1 or 1       mean |x|                  eight signs a byte
 
+On the CPU, C writes and reads the blocks (native/codecs.h); on other devices torch does. Both give
+the same bits.
+
 sign is the 1-bit SGD of Seide et al. 2014. A value that isn't finite makes its whole block not
 finite, so it is never lost.
 """
@@ -22,9 +25,10 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from paceline.codec.coding import Message, WirePart, cut_spans
+from paceline.codec.coding import Message, WirePart, cut_spans, runs_in_c
 from paceline.errors import UsageError
 from paceline.formatting import describe_unknown_choice, format_as_call
+from paceline.native.functions import load_functions
 
 Rounding = Literal["nearest", "stochastic"]
 # Smaller scales are raised to this one before division; 1 / TINY is still finite in float32.
@@ -87,8 +91,9 @@ class bfloat16(_NarrowFloat):
 
 
 class _BlockCoding:
-    """A coding in blocks. Subclasses write and read rows, and each row is a block."""
+    """A coding in blocks. For torch, subclasses write and read rows, and each row is a block."""
 
+    number: int  # in native/codecs.h
     block: int
     packed: int = 1  # levels in a byte
 
@@ -99,14 +104,39 @@ class _BlockCoding:
         )
 
     def encode(self, x: Tensor, message: Message, draw: Generator | None = None) -> None:
-        for rows, scales, levels in self._iterate_rows(x, message):
-            self._write_rows(rows, scales, levels, draw)
+        if not runs_in_c(x):
+            for rows, scales, levels in self._iterate_rows(x, message):
+                self._write_rows(rows, scales, levels, draw)
+            return
+        scales_at, levels_at = (part.data_ptr() for part in message)
+        # In spans, so that the noise stays in the cache.
+        for start, stop in cut_spans(x, self.block):
+            noise = self._draw_noise(stop - start, draw)
+            load_functions().encode(
+                self.number,
+                x.data_ptr() + 4 * start,
+                stop - start,
+                self.block,
+                None if noise is None else noise.data_ptr(),
+                scales_at + 4 * (start // self.block),
+                levels_at + start // self.packed,
+            )
 
     def decode(self, message: Message, out: Tensor) -> None:
+        if runs_in_c(out):
+            parts = [part.data_ptr() for part in message]
+            load_functions().decode(self.number, out.data_ptr(), out.numel(), self.block, *parts)
+            return
         for rows, scales, levels in self._iterate_rows(out, message):
             self._read_rows(scales, levels, rows)
 
     def add(self, message: Message, out: Tensor, *, minus: bool = False) -> None:
+        if runs_in_c(out):
+            parts = [part.data_ptr() for part in message]
+            load_functions().decode_add(
+                self.number, out.data_ptr(), out.numel(), self.block, *parts, -1.0 if minus else 1.0
+            )
+            return
         buffer: Tensor | None = None
         # the first rows are the largest, so one buffer serves all
         for rows, scales, levels in self._iterate_rows(out, message):
@@ -115,6 +145,10 @@ class _BlockCoding:
             decoded = buffer[: rows.numel()].view(rows.shape)
             self._read_rows(scales, levels, decoded)
             (rows.sub_ if minus else rows.add_)(decoded)
+
+    def _draw_noise(self, numel: int, draw: Generator | None) -> Tensor | None:
+        """Draw the noise of stochastic rounding. None if levels are rounded to the nearest."""
+        return None
 
     def _iterate_rows(self, x: Tensor, message: Message) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Iterate over rows of full blocks, with their scales and levels.
@@ -156,6 +190,9 @@ class _LevelCoding(_BlockCoding):
         if wrong := describe_unknown_choice("rounding", self.rounding, Rounding):
             raise UsageError(wrong)
 
+    def _draw_noise(self, numel: int, draw: Generator | None) -> Tensor | None:
+        return None if self.rounding == "nearest" else torch.rand(numel, generator=draw)
+
     def _compute_levels(self, rows: Tensor, scales: Tensor, draw: Generator | None) -> Tensor:
         """Compute the levels, as float32, and write the scales into `scales`."""
         # aminmax is one pass over the rows without a copy, unlike the largest of rows.abs()
@@ -184,6 +221,7 @@ class int8(_LevelCoding):
     rounding: Rounding = "nearest"
 
     __repr__ = format_as_call
+    number = 0
     top = 127
 
     def _write_rows(
@@ -208,6 +246,7 @@ class int4(_LevelCoding):
     rounding: Rounding = "nearest"
 
     __repr__ = format_as_call
+    number = 1
     top = 7
     packed = 2
 
@@ -244,6 +283,7 @@ class sign(_BlockCoding):
     block: int = 64
 
     __repr__ = format_as_call
+    number = 2
     packed = 8
 
     def __post_init__(self) -> None:

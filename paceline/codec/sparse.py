@@ -15,9 +15,10 @@ from typing import Literal
 import torch
 from torch import Generator, Tensor
 
-from paceline.codec.coding import Message, WirePart, cut_spans
+from paceline.codec.coding import Message, WirePart, cut_spans, runs_in_c
 from paceline.errors import UsageError
 from paceline.formatting import describe_unknown_choice, format_as_call
+from paceline.native.functions import load_functions
 
 Threshold = Literal["exact", "sampled"]
 SAMPLE = 16 << 10  # number of elements from which the threshold is estimated
@@ -101,18 +102,39 @@ class topk(_SparseCoding):
         if self.threshold == "exact" or stride == 1 or sample_count >= sample.numel():
             return torch.topk(x.abs(), count, sorted=False).indices
         cutoff = torch.topk(sample, sample_count, sorted=False).values.min()
-        # "Not less" instead of "at least": a nan isn't less than the threshold, so it is sent.
-        candidates = [
-            torch.nonzero((x[start:stop].abs() < cutoff).logical_not_()).view(-1).add_(start)
-            for start, stop in cut_spans(x)
-        ]
-        chosen = torch.cat(candidates)
+        chosen = _find_large(x, cutoff, 2 * count)
         if chosen.numel() > count:
             chosen = chosen[torch.topk(x[chosen].abs(), count, sorted=False).indices]
         return chosen
 
     def _find_indices(self, message: Message, numel: int) -> Tensor:
         return message[1]
+
+
+def _find_large(x: Tensor, cutoff: Tensor, expected: int) -> Tensor:
+    """Find the indices of elements whose absolute value is not less than `cutoff`.
+
+    "Not less" instead of "at least": a nan isn't less than the threshold, so it is sent.
+
+    Args:
+        x: The elements.
+        cutoff: The threshold.
+        expected: Number of indices to have room for at first.
+    """
+    if not runs_in_c(x) or x.numel() >= 1 << 31:
+        candidates = [
+            torch.nonzero((x[start:stop].abs() < cutoff).logical_not_()).view(-1).add_(start)
+            for start, stop in cut_spans(x)
+        ]
+        return torch.cat(candidates)
+    while True:
+        indices = torch.empty(expected, dtype=torch.int32)
+        count = load_functions().find_large(
+            x.data_ptr(), x.numel(), float(cutoff), indices.data_ptr(), expected
+        )
+        if count <= expected:
+            return indices[:count].long()
+        expected = count
 
 
 @dataclass(frozen=True)

@@ -286,14 +286,6 @@ INLINE int64_t find_large(const float *x, int64_t count, float cutoff, int32_t *
     return chosen;
 }
 
-int pl_sparse_add(float *out, int64_t count, const int32_t *indices, const float *values,
-                  int64_t n_indices, float factor) {
-    for (int64_t i = 0; i < n_indices; i++)
-        if (indices[i] < 0 || indices[i] >= count) return -1;
-    for (int64_t i = 0; i < n_indices; i++) out[indices[i]] += values[i] * factor;
-    return 0;
-}
-
 TWICE(int, encode,
       (int coding, const float *x, int64_t count, int64_t block, const float *noise, float *scales,
        uint8_t *levels),

@@ -46,10 +46,4 @@ PL_EXPORT int pl_decode_add(int coding, float *out, int64_t count, int64_t block
 PL_EXPORT int64_t pl_find_large(const float *x, int64_t count, float cutoff, int32_t *indices,
                             int64_t capacity);
 
-/* Add values[i] * factor to out[indices[i]], for each i in turn: an index may come twice.
-
-   Returns 0, or -1 if an index is not in 0 .. count - 1; nothing is written then. */
-PL_EXPORT int pl_sparse_add(float *out, int64_t count, const int32_t *indices, const float *values,
-                            int64_t n_indices, float factor);
-
 #endif

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from paceline.codec import dense, sparse
 from paceline.codec.coding import make_message, split_message
 from paceline.codec.dense import bfloat16, half, int4, int8, sign
+from paceline.codec.sparse import topk
 from paceline.errors import UsageError
 from tests.harness.codings import data, sent
 
@@ -137,3 +140,35 @@ def test_inference_mode_and_no_gradients() -> None:
         whole, message = make_message(int8(), 3000)
         int8().encode(data(3000), message)
         assert whole.numel() == 3000 + 3 * 4
+
+
+@pytest.mark.parametrize(
+    "coding",
+    [
+        int8(),
+        int8(block=30, rounding="stochastic"),
+        int4(),
+        int4(block=34, rounding="stochastic"),
+        sign(),
+        topk(0.01),
+        topk(0.01, threshold="sampled"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("numel", [0, 1, 100, 300_001])
+def test_c_and_torch_have_the_same_bits(
+    coding: Any, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    results = []
+    for in_c in (True, False):
+        for module in (dense, sparse):
+            monkeypatch.setattr(module, "runs_in_c", lambda _, in_c=in_c: in_c)
+        payload, message = make_message(coding, numel)
+        coding.encode(x, message, torch.Generator().manual_seed(7))
+        decoded, added = torch.empty(numel), x.clone()
+        coding.decode(message, decoded)
+        coding.add(message, added, minus=True)
+        results.append([payload, decoded, added])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from paceline.codec import dense, sparse
 from paceline.codec.coding import Coding, make_message
 from paceline.codec.dense import int4, int8, sign
-from paceline.codec.sparse import topk
 from tests.harness.page_edges import move_to_page_edge
 
 NUMBERS = {int8: 0, int4: 1, sign: 2}  # enum pl_coding
@@ -26,6 +26,15 @@ CODINGS = [
     *(int4(block=block) for block in (2, 34, 256)),
     *(sign(block=block) for block in (8, 24, 64, 504, 1024, 20_000)),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torch_codings() -> Iterator[None]:
+    """Let the codings of Python run in torch, as they do for tensors on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (dense, sparse):
+            patch.setattr(module, "runs_in_c", lambda x: False)
+        yield
 
 
 class Guarded:
@@ -237,37 +246,3 @@ def test_large_elements_are_those_of_topk(library: ctypes.CDLL, cutoff: float) -
             found, indices = find_large(library, x, cutoff, half)
             assert found == wanted.numel()
             assert torch.equal(indices.long(), wanted[:half])
-
-
-@pytest.mark.parametrize("minus", [False, True])
-def test_sparse_add_is_that_of_topk(library: ctypes.CDLL, minus: bool) -> None:
-    coding, count = topk(0.1), 5000
-    x = torch.randn(count, generator=torch.Generator().manual_seed(1))
-    _, message = make_message(coding, count)
-    coding.encode(x, message)
-    message[1][-9:] = 0  # an index may come more than once
-    expected, out = torch.ones(count), Guarded(torch.ones(count))
-    coding.add(message, expected, minus=minus)
-    arguments = (address(message[1]), address(message[0]), ctypes.c_int64(message[0].numel()))
-    factor = ctypes.c_float(-1.0 if minus else 1.0)
-    status = library.pl_sparse_add(address(out.tensor), ctypes.c_int64(count), *arguments, factor)
-    assert status == 0
-    assert out.is_intact()
-    assert torch.equal(out.tensor, expected)
-
-
-@pytest.mark.parametrize("index", [-1, 10, 2**31 - 1, -(2**31)])
-def test_sparse_add_refuses_other_indices(library: ctypes.CDLL, index: int) -> None:
-    out, values = Guarded(torch.ones(10)), torch.ones(3)
-    indices = torch.tensor([1, 2, index], dtype=torch.int32)
-    status = library.pl_sparse_add(
-        address(out.tensor),
-        ctypes.c_int64(10),
-        address(indices),
-        address(values),
-        ctypes.c_int64(3),
-        ctypes.c_float(1),
-    )
-    assert status == -1
-    assert out.is_intact()
-    assert torch.equal(out.tensor, torch.ones(10))
