@@ -1,14 +1,17 @@
-/* A thread that moves messages between sockets and memory. See mesh.h.
+/* Threads that move messages between sockets and memory. See mesh.h.
 
    Callers write small messages to the socket themselves, if nothing waits in front of them. All
-   else is done by the thread, which sleeps in epoll_wait.
+   else is done by whoever sleeps in epoll_wait: the thread of the mesh, and at most one caller that
+   waits for a change, the leader, which so hears of its message without a switch between threads.
+   epoll tells one thread of an event (EPOLLONESHOT), which arms the link again afterwards.
 
-   Locks: `link->lock` guards the messages of a link; `mesh->lock` guards the list of links and the
-   pool of free memory. No lock is held while a caller waits. `link->lock` is taken first.
+   Locks, taken in this order: `link->reading` is held by the thread that reads a link;
+   `link->lock` guards its messages to send and its state; `mesh->lock` guards the list of links,
+   the messages that have come, and the pool of free memory. None is held while a caller waits.
 
    Memory order: everything that threads share is guarded by a lock, but for `changes`, on which
    waiters sleep. It is raised (seq_cst) after a message, or a state, is there; a waiter reads it
-   before it looks, so a change in between makes its futex wait return at once. */
+   before it looks, so a change in between makes its wait return at once. */
 
 #define _GNU_SOURCE
 #include "mesh.h"
@@ -38,6 +41,7 @@ enum {
   TURN = 8 << 20,          /* bytes that one link may move before the others have their turn */
   CLASSES = 4 * 40,        /* sizes of blocks: four from each power of two to the next */
 };
+static _Thread_local int is_leader;
 static const int64_t KEPT = (int64_t)256 << 20; /* bytes of free memory that a mesh keeps */
 
 /* Memory of a message. The message begins ALIGNMENT bytes after it. */
@@ -46,30 +50,30 @@ typedef struct block {
   struct block *next;
   int64_t room;   /* bytes after this header */
   int64_t nbytes; /* of the message */
+  int64_t link;
   int size_class;
 } block;
 
 typedef struct outgoing {
   struct outgoing *next;
+  char *copy;           /* memory of the rest, if it was copied */
   int64_t count, first; /* pieces, and the first one that isn't sent yet */
   char head[HEAD];
   pl_piece pieces[];
 } outgoing;
 
 typedef struct pl_link {
-  pthread_mutex_t lock;
+  pthread_mutex_t lock, reading;
   int descriptor;
   int state;
-  int64_t largest;          /* bytes of the largest message that may come */
-  /* sending */
-  outgoing *first, *last;   /* messages that are not sent yet */
-  int64_t posted, sent;     /* messages */
-  int wants_to_write;       /* whether epoll tells when there is room */
-  _Atomic uint32_t progress; /* raised when messages have been sent, for those who wait for that */
-  /* receiving; `part` to `ahead` belong to the thread alone */
-  block *arrived, *newest;  /* complete messages, the oldest first */
-  block *part;              /* the message under way; NULL while its head is awaited */
-  int64_t received;         /* bytes of it */
+  int64_t number;
+  int64_t largest;        /* bytes of the largest message that may come */
+  outgoing *first, *last; /* messages that are not sent yet */
+  int64_t posted, sent;   /* messages */
+  int wants_to_write;     /* whether epoll tells when there is room */
+  /* From here on: for the thread that holds `reading`. */
+  block *part;            /* the message under way; NULL while its head is awaited */
+  int64_t received;       /* bytes of it */
   int64_t ahead_begin, ahead_end; /* bytes in `ahead` that are not used yet */
   char ahead[LOOKAHEAD];
 } pl_link;
@@ -77,12 +81,13 @@ typedef struct pl_link {
 struct pl_mesh {
   pthread_mutex_t lock;
   pthread_t thread;
-  int poller, bell; /* epoll, and the eventfd that wakes the thread */
+  int poller, bell; /* epoll, and the eventfd that wakes threads in it */
   _Atomic int closing;
   _Atomic uint32_t changes;
-  _Atomic int waiters;
+  _Atomic int waiters, has_leader; /* threads that sleep until a change; whether one is in epoll */
   pl_link **links;
   int64_t n_links;
+  block *arrived, *newest; /* messages that have come, the oldest first */
   block *free[CLASSES];
   int64_t free_bytes;
   int64_t lent; /* blocks that callers hold, and one for the open mesh */
@@ -133,6 +138,8 @@ static block *take_block(pl_mesh *mesh, int64_t nbytes) {
 }
 
 static void free_mesh(pl_mesh *mesh) {
+  if (mesh->poller >= 0) close(mesh->poller);
+  if (mesh->bell >= 0) close(mesh->bell);
   for (int i = 0; i < CLASSES; i++) {
     for (block *each = mesh->free[i], *next; each; each = next) {
       next = each->next;
@@ -141,6 +148,7 @@ static void free_mesh(pl_mesh *mesh) {
   }
   for (int64_t i = 0; i < mesh->n_links; i++) {
     pthread_mutex_destroy(&mesh->links[i]->lock);
+    pthread_mutex_destroy(&mesh->links[i]->reading);
     free(mesh->links[i]);
   }
   free(mesh->links);
@@ -165,16 +173,28 @@ static void release_block(block *used) {
 
 /* ---- waking */
 
+static void ring_bell(pl_mesh *mesh) {
+  uint64_t one = 1;
+  while (write(mesh->bell, &one, sizeof one) < 0 && errno == EINTR) continue;
+}
+
+/* Tell all threads that wait for a change. The leader sees its own changes by itself. */
 static void announce(pl_mesh *mesh) {
   atomic_fetch_add(&mesh->changes, 1);
   if (atomic_load(&mesh->waiters)) pl_futex_wake((void *)&mesh->changes);
+  if (!is_leader && atomic_load(&mesh->has_leader)) ring_bell(mesh);
+}
+
+static void free_outgoing(outgoing *message) {
+  free(message->copy);
+  free(message);
 }
 
 /* Forget the messages that are not sent. Called with the lock of the link. */
 static void drop_outgoing(pl_link *each) {
   for (outgoing *message = each->first, *next; message; message = next) {
     next = message->next;
-    free(message);
+    free_outgoing(message);
   }
   each->first = each->last = NULL;
 }
@@ -186,19 +206,17 @@ static void end_link(pl_mesh *mesh, pl_link *each, int state) {
   drop_outgoing(each);
   pthread_mutex_unlock(&each->lock);
   epoll_ctl(mesh->poller, EPOLL_CTL_DEL, each->descriptor, NULL);
-  atomic_fetch_add(&each->progress, 1);
-  pl_futex_wake((void *)&each->progress);
   announce(mesh);
 }
 
 /* ---- sending */
 
-/* Tell epoll what to tell about a link. Called with its lock. */
-static void watch(pl_mesh *mesh, pl_link *each, int64_t number, int wants_to_write) {
-  if (each->wants_to_write == wants_to_write) return;
-  each->wants_to_write = wants_to_write;
-  struct epoll_event event = {.events = EPOLLIN | (wants_to_write ? EPOLLOUT : 0),
-                              .data.u64 = (uint64_t)number};
+/* Let epoll tell of the next event of a link. Called with its lock. */
+static void arm(pl_mesh *mesh, pl_link *each) {
+  each->wants_to_write = each->first != NULL;
+  struct epoll_event event = {
+      .events = EPOLLIN | EPOLLONESHOT | (each->wants_to_write ? EPOLLOUT : 0),
+      .data.u64 = (uint64_t)each->number};
   epoll_ctl(mesh->poller, EPOLL_CTL_MOD, each->descriptor, &event);
 }
 
@@ -229,7 +247,7 @@ static int write_some(pl_link *each, int64_t most) {
     } else {
       each->first = message->next;
       if (!each->first) each->last = NULL;
-      free(message);
+      free_outgoing(message);
       each->sent++;
     }
   }
@@ -243,22 +261,38 @@ static pl_link *get_link(pl_mesh *mesh, int64_t number) {
   return each;
 }
 
-/* Send a message. Its pieces must stay as they are until it is sent.
+/* Copy what is left of a message. Returns whether there was memory for it. */
+static int copy_rest(outgoing *message) {
+  int64_t nbytes = 0;
+  for (int64_t i = message->first; i < message->count; i++) nbytes += message->pieces[i].nbytes;
+  char *at = message->copy = malloc((size_t)nbytes + 1);
+  if (!at) return 0;
+  for (int64_t i = message->first; i < message->count; i++) {
+    memcpy(at, message->pieces[i].address, (size_t)message->pieces[i].nbytes);
+    message->pieces[i].address = at;
+    at += message->pieces[i].nbytes;
+  }
+  return 1;
+}
 
-   If nothing waits in front of it and it has at most `at_once` bytes, the caller writes what the
-   network takes. Returns the number of the message on its link, from 1 on; -1 if the link has
-   ended, or there is no memory. */
+/* Send a message. If nothing waits in front of it and it has at most `at_once` bytes, the caller
+   writes what the network takes; the rest is left to the thread. With `copies` the rest is copied;
+   else the pieces must stay as they are until it is sent.
+
+   Returns PL_SENT; or the number of the message on its link, from 1 on, of which something is left
+   to send; or PL_NOT_SENT if the link has ended, or there is no memory. */
 int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, const pl_piece *pieces, int64_t count,
-                     int64_t at_once) {
+                     int64_t at_once, int copies) {
   pl_link *each = get_link(mesh, number);
   outgoing *message = malloc(sizeof *message + (size_t)(count + 1) * sizeof(pl_piece));
-  if (!message) return -1;
+  if (!message) return PL_NOT_SENT;
   int64_t nbytes = 0;
   for (int64_t i = 0; i < count; i++) nbytes += pieces[i].nbytes;
   uint32_t magic = MAGIC;
   memcpy(message->head, &magic, sizeof magic);
   memcpy(message->head + sizeof magic, &nbytes, sizeof nbytes);
   message->next = NULL;
+  message->copy = NULL;
   message->first = 0;
   message->count = count + 1;
   message->pieces[0] = (pl_piece){message->head, HEAD};
@@ -267,18 +301,25 @@ int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, const pl_piece *pieces, int6
   if (each->state != PL_LINK_OPEN) {
     pthread_mutex_unlock(&each->lock);
     free(message);
-    return -1;
+    return PL_NOT_SENT;
   }
   int is_first = each->first == NULL;
   if (is_first) each->first = message;
   else each->last->next = message;
   each->last = message;
-  int64_t posted = ++each->posted;
+  int64_t result = ++each->posted;
   /* An error is left to the thread, which sees it, too. */
   if (is_first && nbytes <= at_once) write_some(each, at_once + HEAD);
-  if (each->first) watch(mesh, each, number, 1);
+  if (each->sent == result) {
+    result = PL_SENT;
+  } else if (copies && !copy_rest(message)) {
+    each->state = ENOMEM; /* a part may be sent already, so the link can't go on */
+    drop_outgoing(each);
+    result = PL_NOT_SENT;
+  }
+  if (each->first && !each->wants_to_write) arm(mesh, each);
   pthread_mutex_unlock(&each->lock);
-  return posted;
+  return result;
 }
 
 /* Count the messages of a link that have been handed to the network. */
@@ -290,47 +331,26 @@ int64_t pl_mesh_sent(pl_mesh *mesh, int64_t number) {
   return sent;
 }
 
-/* Wait until a message is handed to the network. Returns PL_REACHED, PL_TIMEOUT, or
-   PL_INTERRUPTED if the link has ended before that. */
-int pl_mesh_wait_sent(pl_mesh *mesh, int64_t number, int64_t message, int64_t nanoseconds) {
-  pl_link *each = get_link(mesh, number);
-  int64_t begun = pl_now();
-  for (;;) {
-    uint32_t seen = atomic_load(&each->progress);
-    pthread_mutex_lock(&each->lock);
-    int has_been_sent = each->sent >= message, has_ended = each->state != PL_LINK_OPEN;
-    pthread_mutex_unlock(&each->lock);
-    if (has_been_sent) return PL_REACHED;
-    if (has_ended) return PL_INTERRUPTED;
-    int64_t left = begun + nanoseconds - pl_now();
-    if (left <= 0) return PL_TIMEOUT;
-    pl_futex_wait((void *)&each->progress, seen, left);
-  }
-}
-
-static void write_link(pl_mesh *mesh, pl_link *each, int64_t number) {
+static void write_link(pl_mesh *mesh, pl_link *each) {
   pthread_mutex_lock(&each->lock);
   int64_t before = each->sent;
   int error = write_some(each, TURN);
   int has_sent = each->sent > before;
-  watch(mesh, each, number, each->first != NULL);
   pthread_mutex_unlock(&each->lock);
-  if (has_sent) {
-    atomic_fetch_add(&each->progress, 1);
-    pl_futex_wake((void *)&each->progress);
-  }
   if (error) end_link(mesh, each, error);
+  else if (has_sent) announce(mesh);
 }
 
 /* ---- receiving */
 
 /* Store the message under way, which is complete. */
-static void finish_message(pl_link *each) {
-  pthread_mutex_lock(&each->lock);
-  if (each->newest) each->newest->next = each->part;
-  else each->arrived = each->part;
-  each->newest = each->part;
-  pthread_mutex_unlock(&each->lock);
+static void finish_message(pl_mesh *mesh, pl_link *each) {
+  each->part->link = each->number;
+  pthread_mutex_lock(&mesh->lock);
+  if (mesh->newest) mesh->newest->next = each->part;
+  else mesh->arrived = each->part;
+  mesh->newest = each->part;
+  pthread_mutex_unlock(&mesh->lock);
   each->part = NULL;
 }
 
@@ -359,7 +379,7 @@ static int parse_ahead(pl_mesh *mesh, pl_link *each, int *arrivals) {
     each->received += part;
     each->ahead_begin += part;
     if (each->received < each->part->nbytes) return 0;
-    finish_message(each);
+    finish_message(mesh, each);
     ++*arrivals;
   }
 }
@@ -396,7 +416,7 @@ static void read_link(pl_mesh *mesh, pl_link *each) {
     if (left >= LOOKAHEAD) {
       each->received += count;
       if (each->received == each->part->nbytes) {
-        finish_message(each);
+        finish_message(mesh, each);
         arrivals++;
       }
     } else {
@@ -409,73 +429,95 @@ static void read_link(pl_mesh *mesh, pl_link *each) {
   else if (arrivals) announce(mesh);
 }
 
-/* Take the oldest message of a link. Returns its address, or NULL if none is there. It belongs to
-   the caller until `pl_mesh_give_back`. */
-void *pl_mesh_take(pl_mesh *mesh, int64_t number, int64_t *nbytes) {
-  pl_link *each = get_link(mesh, number);
-  pthread_mutex_lock(&each->lock);
-  block *oldest = each->arrived;
+/* Take the oldest message that has come over any link. Returns whether there was one. */
+int pl_mesh_take(pl_mesh *mesh, pl_arrival *arrival) {
+  pthread_mutex_lock(&mesh->lock);
+  block *oldest = mesh->arrived;
   if (oldest) {
-    each->arrived = oldest->next;
-    if (!each->arrived) each->newest = NULL;
+    mesh->arrived = oldest->next;
+    if (!mesh->arrived) mesh->newest = NULL;
   }
-  pthread_mutex_unlock(&each->lock);
-  if (!oldest) return NULL;
-  *nbytes = oldest->nbytes;
-  return (char *)oldest + ALIGNMENT;
+  pthread_mutex_unlock(&mesh->lock);
+  if (!oldest) return 0;
+  *arrival = (pl_arrival){(char *)oldest + ALIGNMENT, oldest->nbytes, oldest->link};
+  return 1;
 }
 
 /* Give the memory of a message back. It may be called after the mesh was closed. */
 void pl_mesh_give_back(void *message) { release_block((block *)((char *)message - ALIGNMENT)); }
 
-/* ---- waiting for messages */
-
-/* Read the number of changes so far: messages that came, and links that ended. */
-uint32_t pl_mesh_changes(pl_mesh *mesh) { return atomic_load(&mesh->changes); }
-
-/* Make waits for a change return. */
-void pl_mesh_wake(pl_mesh *mesh) {
-  atomic_fetch_add(&mesh->changes, 1);
-  pl_futex_wake((void *)&mesh->changes);
-}
-
-/* Wait until the number of changes is another one than `seen`. */
-int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
-  int64_t begun = pl_now();
-  int result = PL_TIMEOUT;
-  atomic_fetch_add(&mesh->waiters, 1);
-  for (;;) {
-    if (atomic_load(&mesh->changes) != seen) {
-      result = PL_REACHED;
-      break;
-    }
-    int64_t left = begun + nanoseconds - pl_now();
-    if (left <= 0) break;
-    pl_futex_wait((void *)&mesh->changes, seen, left);
-  }
-  atomic_fetch_sub(&mesh->waiters, 1);
-  return result;
-}
-
-/* ---- the thread */
+/* ---- the threads that read and write */
 
 static const uint64_t BELL = UINT64_MAX;
 
+static int is_open(pl_link *each) {
+  pthread_mutex_lock(&each->lock);
+  int state = each->state;
+  pthread_mutex_unlock(&each->lock);
+  return state == PL_LINK_OPEN;
+}
+
+/* Wait for events, at most `milliseconds` (-1: no limit), and serve the links that they tell of. */
+static void serve(pl_mesh *mesh, int milliseconds) {
+  struct epoll_event events[16];
+  int count = epoll_wait(mesh->poller, events, 16, milliseconds);
+  for (int i = 0; i < count; i++) {
+    if (events[i].data.u64 == BELL) {
+      /* While the mesh is closing, the bell goes on ringing, so that every thread hears it. */
+      uint64_t rings;
+      if (!atomic_load(&mesh->closing) && read(mesh->bell, &rings, sizeof rings) < 0) continue;
+      continue;
+    }
+    pl_link *each = get_link(mesh, (int64_t)events[i].data.u64);
+    pthread_mutex_lock(&each->reading);
+    /* The link may have ended before, and its descriptor be that of another file by now. */
+    if (is_open(each) && events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read_link(mesh, each);
+    if (is_open(each) && events[i].events & EPOLLOUT) write_link(mesh, each);
+    pthread_mutex_lock(&each->lock);
+    if (each->state == PL_LINK_OPEN) arm(mesh, each);
+    pthread_mutex_unlock(&each->lock);
+    pthread_mutex_unlock(&each->reading);
+  }
+}
+
 static void *run(void *argument) {
   pl_mesh *mesh = argument;
-  struct epoll_event events[64];
-  while (!atomic_load(&mesh->closing)) {
-    int count = epoll_wait(mesh->poller, events, 64, -1);
-    for (int i = 0; i < count; i++) {
-      if (events[i].data.u64 == BELL) continue; /* the mesh is closing */
-      int64_t number = (int64_t)events[i].data.u64;
-      pl_link *each = get_link(mesh, number);
-      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read_link(mesh, each);
-      if (events[i].events & EPOLLOUT) write_link(mesh, each, number);
-    }
-  }
+  while (!atomic_load(&mesh->closing)) serve(mesh, -1);
   return NULL;
 }
+
+/* ---- waiting for a change */
+
+/* Read the number of changes so far: messages that came or were sent, and links that ended. */
+uint32_t pl_mesh_changes(pl_mesh *mesh) { return atomic_load(&mesh->changes); }
+
+/* Make waits for a change return. */
+void pl_mesh_wake(pl_mesh *mesh) { announce(mesh); }
+
+/* Wait until the number of changes is another one than `seen`. One caller at a time serves links
+   while it waits; the others sleep. */
+int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
+  int64_t begun = pl_now();
+  for (;;) {
+    if (atomic_load(&mesh->changes) != seen) return PL_REACHED;
+    int64_t left = begun + nanoseconds - pl_now();
+    if (left <= 0 || atomic_load(&mesh->closing)) return PL_TIMEOUT;
+    int nobody = 0;
+    if (atomic_compare_exchange_strong(&mesh->has_leader, &nobody, 1)) {
+      is_leader = 1;
+      /* A change before this thread became the leader rang no bell for it. */
+      if (atomic_load(&mesh->changes) == seen) serve(mesh, (int)(left / 1000000) + 1);
+      is_leader = 0;
+      atomic_store(&mesh->has_leader, 0);
+    } else {
+      atomic_fetch_add(&mesh->waiters, 1);
+      if (atomic_load(&mesh->changes) == seen) pl_futex_wait((void *)&mesh->changes, seen, left);
+      atomic_fetch_sub(&mesh->waiters, 1);
+    }
+  }
+}
+
+/* ---- opening and closing */
 
 /* Make a mesh without links, and its thread. NULL if the system has no room, with errno. */
 pl_mesh *pl_mesh_open(void) {
@@ -484,7 +526,7 @@ pl_mesh *pl_mesh_open(void) {
   mesh->lent = 1;
   pthread_mutex_init(&mesh->lock, NULL);
   mesh->poller = epoll_create1(EPOLL_CLOEXEC);
-  mesh->bell = eventfd(0, EFD_CLOEXEC);
+  mesh->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   struct epoll_event event = {.events = EPOLLIN, .data.u64 = BELL};
   /* Signals are for the threads of Python. */
   sigset_t all, before;
@@ -495,8 +537,6 @@ pl_mesh *pl_mesh_open(void) {
                pthread_create(&mesh->thread, NULL, run, mesh);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (!failed) return mesh;
-  if (mesh->poller >= 0) close(mesh->poller);
-  if (mesh->bell >= 0) close(mesh->bell);
   free_mesh(mesh);
   return NULL;
 }
@@ -507,13 +547,17 @@ int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest) {
   pl_link *each = calloc(1, sizeof *each);
   if (!each) return -1;
   pthread_mutex_init(&each->lock, NULL);
+  pthread_mutex_init(&each->reading, NULL);
   each->descriptor = descriptor;
   each->largest = largest;
   pthread_mutex_lock(&mesh->lock);
   int64_t number = mesh->n_links;
+  /* While the mesh is closing, the list of links is read without the lock. */
   int failed = atomic_load(&mesh->closing);
-  pl_link **links = realloc(mesh->links, (size_t)(number + 1) * sizeof *links);
-  struct epoll_event event = {.events = EPOLLIN, .data.u64 = (uint64_t)number};
+  pl_link **links =
+      failed ? NULL : realloc(mesh->links, (size_t)(number + 1) * sizeof *links);
+  struct epoll_event event = {.events = EPOLLIN | EPOLLONESHOT, .data.u64 = (uint64_t)number};
+  each->number = number;
   if (links) {
     mesh->links = links;
     mesh->links[number] = each;
@@ -523,6 +567,7 @@ int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest) {
   pthread_mutex_unlock(&mesh->lock);
   if (!failed) return number;
   pthread_mutex_destroy(&each->lock);
+  pthread_mutex_destroy(&each->reading);
   free(each);
   return -1;
 }
@@ -544,26 +589,20 @@ void pl_mesh_close(pl_mesh *mesh) {
   int64_t n_links = mesh->n_links; /* none is added any more */
   pthread_mutex_unlock(&mesh->lock);
   if (has_closed) return;
-  uint64_t one = 1;
-  while (write(mesh->bell, &one, sizeof one) < 0 && errno == EINTR) continue;
+  ring_bell(mesh);
   pthread_join(mesh->thread, NULL);
   for (int64_t i = 0; i < n_links; i++) {
     pl_link *each = mesh->links[i];
+    pthread_mutex_lock(&each->reading); /* the leader may be reading */
     end_link(mesh, each, PL_LINK_ENDED);
-    pthread_mutex_lock(&each->lock);
     close(each->descriptor);
-    block *arrived = each->arrived;
-    each->arrived = each->newest = NULL;
-    pthread_mutex_unlock(&each->lock);
-    for (block *message = arrived, *next; message; message = next) {
-      next = message->next;
-      release_block(message);
-    }
     if (each->part) release_block(each->part);
     each->part = NULL;
+    pthread_mutex_unlock(&each->reading);
   }
-  close(mesh->poller);
-  close(mesh->bell);
+  announce(mesh);
+  pl_arrival message;
+  while (pl_mesh_take(mesh, &message)) pl_mesh_give_back(message.address);
 }
 
 /* Close the mesh, and free its memory once all messages have been given back. No other call may use

@@ -1,7 +1,7 @@
 /* Framed messages between processes, over connected sockets, moved by a thread of C.
 
-   A link is one socket in one direction. Messages of a link arrive in the order in which they were
-   sent. They are read whether a caller waits for them or not, so a sender is never held up.
+   A link is one socket. Messages of a link arrive in the order in which they were sent. They are
+   read whether a caller waits for them or not, so a sender is never held up.
 
    frame   magic (4 bytes) | bytes of the message (8) | message
 
@@ -18,8 +18,16 @@ typedef struct pl_piece {
   int64_t nbytes;
 } pl_piece;
 
+/* A message that has come. It belongs to the caller until `pl_mesh_give_back`. */
+typedef struct pl_arrival {
+  void *address;
+  int64_t nbytes, link;
+} pl_arrival;
+
 /* States of a link. Positive numbers are values of errno. */
 enum { PL_LINK_OPEN = 0, PL_LINK_ENDED = -1, PL_LINK_MALFORMED = -2 };
+/* Results of `pl_mesh_send` besides the number of a message. */
+enum { PL_SENT = 0, PL_NOT_SENT = -1 };
 
 typedef struct pl_mesh pl_mesh;
 
@@ -29,10 +37,9 @@ PL_EXPORT void pl_mesh_free(pl_mesh *mesh);
 PL_EXPORT int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest);
 PL_EXPORT int pl_mesh_state(pl_mesh *mesh, int64_t link);
 PL_EXPORT int64_t pl_mesh_send(pl_mesh *mesh, int64_t link, const pl_piece *pieces, int64_t count,
-                               int64_t at_once);
+                               int64_t at_once, int copies);
 PL_EXPORT int64_t pl_mesh_sent(pl_mesh *mesh, int64_t link);
-PL_EXPORT int pl_mesh_wait_sent(pl_mesh *mesh, int64_t link, int64_t message, int64_t nanoseconds);
-PL_EXPORT void *pl_mesh_take(pl_mesh *mesh, int64_t link, int64_t *nbytes);
+PL_EXPORT int pl_mesh_take(pl_mesh *mesh, pl_arrival *arrival);
 PL_EXPORT void pl_mesh_give_back(void *message);
 PL_EXPORT uint32_t pl_mesh_changes(pl_mesh *mesh);
 PL_EXPORT void pl_mesh_wake(pl_mesh *mesh);

@@ -13,7 +13,7 @@ from paceline.errors import ResourceError
 from paceline.native.functions import address_of, load_functions
 
 OPEN, ENDED, MALFORMED = 0, -1, -2  # states of a link; positive ones are values of errno
-REACHED = 0  # result of a wait for something that has come
+SENT, NOT_SENT = 0, -1  # results of `Mesh.send` besides the number of a message
 LARGEST = 1 << 44  # bytes of the largest message
 
 
@@ -23,18 +23,26 @@ class PieceOfMessage(ctypes.Structure):
     _fields_ = [("address", ctypes.c_void_p), ("nbytes", ctypes.c_int64)]
 
 
+class _Arrival(ctypes.Structure):
+    """A message that has come: `pl_arrival` of native/mesh.h."""
+
+    _fields_ = [("address", ctypes.c_void_p), ("nbytes", ctypes.c_int64), ("link", ctypes.c_int64)]
+
+
 class ArrivedMessage(NamedTuple):
     """Memory of a message, which is the caller's until `give_back`."""
 
     address: int
     nbytes: int
+    link: int
 
 
 class Mesh:
-    """The links of one process, each a socket in one direction, and their thread. For any thread.
+    """The links of one process, each a socket, and the thread that serves them. For any thread.
 
-    A link is a number. `changes` counts messages that came and links that ended: a thread reads it,
-    looks for its message, and calls `wait_for_change` with it if the message is not there.
+    A link is a number. `changes` counts messages that came or were sent, and links that ended: a
+    thread reads it, looks for its message, and calls `wait_for_change` with it if the message is
+    not there.
     """
 
     def __init__(self) -> None:
@@ -54,33 +62,39 @@ class Mesh:
         connection.detach()
         return link
 
-    def send(self, link: int, pieces: Sequence[tuple[int, int]], at_once: int) -> int:
-        """Send a message, and return its number on the link. 0 if the link has ended.
+    def send(
+        self, link: int, pieces: Sequence[tuple[int, int]], at_once: int, *, copies: bool = False
+    ) -> int:
+        """Send a message: what the network takes at once, and the rest in the background.
 
         Args:
             link: The link.
-            pieces: Address and bytes of each piece, which stays as it is until it has been sent.
+            pieces: Address and bytes of each piece.
             at_once: Bytes of a message up to which the caller tries to write it itself.
+            copies: Whether the rest is copied. Default: no, pieces stay as they are until they have
+                been sent.
+
+        Returns:
+            SENT; or a number: the message has been sent when `count_sent` reaches it; or NOT_SENT
+            if the link has ended.
         """
         array = (PieceOfMessage * len(pieces))(*(PieceOfMessage(*piece) for piece in pieces))
-        number = self._native.mesh_send(
-            self._address, link, address_of(array), len(pieces), at_once
+        return int(
+            self._native.mesh_send(
+                self._address, link, address_of(array), len(pieces), at_once, copies
+            )
         )
-        return max(0, int(number))
 
     def count_sent(self, link: int) -> int:
         """Count the messages that have been handed to the network."""
         return int(self._native.mesh_sent(self._address, link))
 
-    def wait_until_sent(self, link: int, number: int, seconds: float) -> None:
-        """Wait until a message has been sent, the link has ended, or the time is over."""
-        self._native.mesh_wait_sent(self._address, link, number, int(seconds * 1e9))
-
-    def take_message(self, link: int) -> ArrivedMessage | None:
-        """Take the oldest message that has come. None if there is none."""
-        nbytes = ctypes.c_int64()
-        address = self._native.mesh_take(self._address, link, address_of(nbytes))
-        return None if address is None else ArrivedMessage(address, nbytes.value)
+    def take_message(self) -> ArrivedMessage | None:
+        """Take the oldest message that has come over any link. None if there is none."""
+        arrival = _Arrival()
+        if not self._native.mesh_take(self._address, address_of(arrival)):
+            return None
+        return ArrivedMessage(arrival.address, arrival.nbytes, arrival.link)
 
     @property
     def changes(self) -> int:

@@ -30,7 +30,7 @@ from paceline.comm.p2p.connection import (
     call_worker,
     cut_connection,
 )
-from paceline.comm.p2p.mesh import Mesh
+from paceline.comm.p2p.mesh import NOT_SENT, SENT, ArrivedMessage, Mesh
 from paceline.comm.p2p.network_message import OutgoingMessage, make_message, read_message
 from paceline.comm.p2p.pair_inbox import SLICE, TICK, PairInbox, ReceiveWork
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceError, ViewChanged, WorkerLost
@@ -46,7 +46,8 @@ class _Outgoing:
     def __init__(self, way: NetworkWay, message: OutgoingMessage, what: str) -> None:
         self._way, self._what = way, what
         self.message: OutgoingMessage | None = message  # None once nothing reads it any more
-        self.number = 0  # of the message on its link; 0 while there is no link
+        # What `Mesh.send` has returned. None while there is no link.
+        self.number: int | None = None
         self.error: PacelineError | None = None
 
     def end(self, error: PacelineError | None) -> None:
@@ -62,7 +63,7 @@ class _Outgoing:
                     f"{self._what} to {self._way.who} could not be sent within {seconds:g} s: "
                     "the network or that host takes no data"
                 )
-            self._way.wait_until_sent(self, min(left, TICK))
+            self._way.wait_for_change(self, min(left, TICK))
         if self.error is not None:
             raise copy.copy(self.error)
 
@@ -78,9 +79,9 @@ class _Outgoing:
 class NetworkWay:
     """The link to a worker on another host, in both directions.
 
-    `_lock` guards everything but `_looking`, which lets one thread take messages at a time.
     `_unsent` has the messages that may still be read by the mesh, the oldest first; those without
-    a number wait for the connection. `_error` ends sending, `_ended` ends receiving.
+    a number wait for the connection. `_error` ends sending, `_ended` ends receiving. `_lock` guards
+    all of them.
     """
 
     def __init__(
@@ -89,10 +90,9 @@ class NetworkWay:
         self.name, self.host, self.who = name, host, f"rank {name} on {host}"
         self.deadline = end.deadline
         self._end, self._peer, self._listening = end, peer, listening
-        self._lock, self._looking = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._unsent: deque[_Outgoing] = deque()
         self._caller: threading.Thread | None = None
-        self._connected = threading.Event()  # set when `_out` or `_error` is
         self._out: int | None = None  # link to the other
         self._in: int | None = None  # link from the other
         self._error: PacelineError | None = None  # why nothing can be sent any more
@@ -108,9 +108,10 @@ class NetworkWay:
         with self._lock:
             if self._error is not None:
                 return FinishedWork(error=copy.copy(self._error))
-            self._unsent.append(work)
             if self._out is not None:
                 self._post(work)
+                return work
+            self._unsent.append(work)
         self.open_connection()
         return work
 
@@ -118,6 +119,10 @@ class NetworkWay:
         """Hand a message to the mesh. Called with the lock."""
         assert self._out is not None and work.message is not None
         work.number = self._end.mesh.send(self._out, work.message.pieces, INLINE)
+        if work.number == SENT:
+            work.end(None)
+        else:
+            self._unsent.append(work)
 
     def settle_messages(self) -> None:
         """Let go of the memory of messages that have been sent, or never will be."""
@@ -128,19 +133,19 @@ class NetworkWay:
                 # The end first: what was sent before it counts.
                 end = self._end.mesh.find_end(self._out)
                 sent = self._end.mesh.count_sent(self._out)
-                while self._unsent and 0 < self._unsent[0].number <= sent:
+                while self._unsent and NOT_SENT < (self._unsent[0].number or 0) <= sent:
                     self._unsent.popleft().end(None)
                 if end:
                     self._error = self._make_lost_error(end)
             while self._unsent and self._error is not None:
                 self._unsent.popleft().end(self._error)
 
-    def wait_until_sent(self, work: _Outgoing, seconds: float) -> None:
-        """Wait until a message has been sent, or the time is over."""
-        if self._out is None:
-            self._connected.wait(seconds)
-        else:
-            self._end.mesh.wait_until_sent(self._out, work.number, seconds)
+    def wait_for_change(self, work: _Outgoing, seconds: float) -> None:
+        """Wait until a message may have been sent, or the time is over."""
+        # Read the count before looking, so that no change in between is missed.
+        seen = self._end.mesh.changes
+        if not work.done():
+            self._end.mesh.wait_for_change(seen, seconds)
 
     def open_connection(self) -> None:
         """Begin to connect to the other worker, unless that has begun."""
@@ -159,13 +164,13 @@ class NetworkWay:
             link = self._end.mesh.add_link(self._call_peer())
             with self._lock:
                 self._out = link
-                for work in self._unsent:
+                waiting, self._unsent = self._unsent, deque()
+                for work in waiting:
                     self._post(work)
         except PacelineError as caught:
             error = caught
         with self._lock:
             self._error = self._error or error
-        self._connected.set()
         self._end.mesh.wake()
 
     def _call_peer(self) -> socket.socket:
@@ -190,23 +195,23 @@ class NetworkWay:
         with self._lock:
             if self._in is not None:
                 return False
-            self._in = self._end.mesh.add_link(connection)
+            self._in = self._end.add_link(connection, self)
         self._end.mesh.wake()
         return True
 
     def look_for_messages(self, *, last: bool = False) -> None:
-        if self._in is None or self._ended is not None:
-            return
-        # Another thread that looks has found what it takes when it lets go of the lock.
-        with self._looking:
-            try:
-                while (arrived := self._end.mesh.take_message(self._in)) is not None:
-                    self._end.inbox.put_message(self._peer, *read_message(arrived))
-            except (PacelineError, RuntimeError, MemoryError) as error:
-                self._ended = self._make_lost_error(f"its connection has broken ({error})")
+        self._end.look_for_messages()
+
+    def take_message(self, arrived: ArrivedMessage) -> None:
+        """Put a message into the inbox, or note that the other sends nonsense."""
+        try:
+            if self._ended is None:
+                self._end.inbox.put_message(self._peer, *read_message(arrived))
+        except (PacelineError, RuntimeError, MemoryError) as error:
+            self._ended = self._make_lost_error(f"its connection has broken ({error})")
 
     def rest_until(self, work: ReceiveWork, seconds: float) -> None:
-        self._end.rest_until(self, work, seconds)
+        self._end.rest_until(work, seconds)
 
     def find_loss(self) -> PacelineError | None:
         if self._in is not None:
@@ -235,7 +240,7 @@ class NetworkWay:
                 last = self._unsent[-1] if self._unsent else None
             if last is None:
                 break
-            self.wait_until_sent(last, min(left, TICK))
+            self.wait_for_change(last, min(left, TICK))
 
 
 class PairNetwork:
@@ -263,6 +268,8 @@ class PairNetwork:
         self.rank, self.inbox, self.deadline, self._busy = rank, inbox, deadline, busy
         self.closed = False
         self.mesh = Mesh()
+        self._looking = threading.Lock()  # lets one thread take messages at a time
+        self._ways_in: dict[int, NetworkWay] = {}  # by the link over which messages come
         self.ways: dict[int, NetworkWay] = {}
         self._store = store
         self._listener = network.open_listener(address)
@@ -284,6 +291,13 @@ class PairNetwork:
             self.ways[peer] = NetworkWay(self, peer, listening, name=name, host=hosts[peer])
         threading.Thread(target=self._accept_callers, name="paceline pairs", daemon=True).start()
 
+    def add_link(self, connection: socket.socket, way: NetworkWay) -> int:
+        """Add the connection over which the messages of a way come."""
+        with self._looking:  # no message is taken before its link is known
+            link = self.mesh.add_link(connection)
+            self._ways_in[link] = way
+        return link
+
     def raise_if_closed(self) -> None:
         """Raise `ViewChanged` if this end has been closed."""
         if self.closed:
@@ -293,16 +307,23 @@ class PairNetwork:
         """Derive the key of connections to the worker that has drawn `token`."""
         return self._store.derive_store_key(f"pairs {token}")
 
-    def rest_until(self, way: NetworkWay, work: ReceiveWork, seconds: float) -> None:
+    def rest_until(self, work: ReceiveWork, seconds: float) -> None:
         """Sleep until `work` may have its message, or `seconds` pass."""
         if self._busy is not None:
             self._busy()
             seconds = min(seconds, SLICE)
         # Read the count before looking, so that no message in between is missed.
         seen = self.mesh.changes
-        way.look_for_messages()
+        self.look_for_messages()
         if not work.has_come:
             self.mesh.wait_for_change(seen, seconds)
+
+    def look_for_messages(self) -> None:
+        """Put all messages that have come into the inbox."""
+        # Another thread that looks has delivered what it took when it lets go of the lock.
+        with self._looking:
+            while (arrived := self.mesh.take_message()) is not None:
+                self._ways_in[arrived.link].take_message(arrived)
 
     def _accept_callers(self) -> None:
         with self._listener:

@@ -8,13 +8,13 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from paceline.comm.p2p.mesh import ArrivedMessage, Mesh, give_back
+from paceline.comm.p2p.mesh import NOT_SENT, SENT, ArrivedMessage, Mesh, give_back
 from paceline.comm.p2p.network_message import make_message, read_message
 from paceline.comm.p2p.pair_message import pack_header
 from paceline.comm.wire_format import MalformedMessage
@@ -52,9 +52,10 @@ def next_message(mesh: Mesh, link: int) -> bytes:
     end = time.monotonic() + PATIENCE
     while True:
         seen = mesh.changes
-        arrived = mesh.take_message(link)
+        arrived = mesh.take_message()
         if arrived is not None:
-            data = ctypes.string_at(*arrived)
+            assert arrived.link == link
+            data = ctypes.string_at(arrived.address, arrived.nbytes)
             give_back(arrived.address)
             return data
         assert not mesh.find_end(link), mesh.find_end(link)
@@ -73,7 +74,7 @@ def test_messages_come_as_they_were_sent(mesh: Mesh, at_once: int) -> None:
         start = ctypes.addressof(memory)
         cut = dice.randrange(n + 1)
         pieces = [(start, cut), (start, 0), (start + cut, n - cut)]
-        assert mesh.send(out, pieces, at_once) == number
+        assert mesh.send(out, pieces, at_once) in (SENT, number)
     assert [next_message(mesh, into) for _ in lengths] == [
         memory.raw[:n] for n, memory in zip(lengths, data, strict=True)
     ]
@@ -84,7 +85,7 @@ def test_many_pieces_are_sent_in_order(mesh: Mesh) -> None:
     one, other = connect()
     out, into = mesh.add_link(one), mesh.add_link(other)
     data = ctypes.create_string_buffer(random.Random(1).randbytes(999))
-    assert mesh.send(out, [(ctypes.addressof(data) + i, 1) for i in range(999)], 0)
+    assert mesh.send(out, [(ctypes.addressof(data) + i, 1) for i in range(999)], 0) == 1
     assert next_message(mesh, into) == data.raw[:999]
 
 
@@ -93,12 +94,11 @@ def test_a_sender_is_not_held_up_and_a_wait_for_it_ends(mesh: Mesh) -> None:
     out = mesh.add_link(one)
     data = ctypes.create_string_buffer(1 << 24)
     assert mesh.send(out, [piece(data)], 1 << 18) == 1
-    mesh.wait_until_sent(out, 1, 0.05)
+    mesh.wait_for_change(mesh.changes, 0.05)
     assert mesh.count_sent(out) == 0
     reader = threading.Thread(target=lambda: [None for _ in iter(lambda: other.recv(1 << 20), b"")])
     reader.start()
-    mesh.wait_until_sent(out, 1, PATIENCE)
-    assert mesh.count_sent(out) == 1
+    wait_for(lambda: mesh.count_sent(out) == 1)
     mesh.close()
     reader.join(PATIENCE)
     assert not reader.is_alive()
@@ -136,9 +136,9 @@ def test_a_link_ends_with_a_reason(mesh: Mesh, said: bytes, reason: str) -> None
     here.shutdown(socket.SHUT_WR)
     wait_for(lambda: bool(mesh.find_end(into)))
     assert reason in mesh.find_end(into)
-    came = mesh.take_message(into)
+    came = mesh.take_message()
     assert (came is not None) == (said == frame(b"abc"))
-    assert mesh.send(into, [], 0) == 0
+    assert mesh.send(into, [], 0) == NOT_SENT
 
 
 def test_random_bytes_never_break_the_reader(mesh: Mesh) -> None:
@@ -152,18 +152,18 @@ def test_random_bytes_never_break_the_reader(mesh: Mesh) -> None:
         here.sendall(stream)
         here.close()
         wait_for(lambda link=into: bool(mesh.find_end(link)))  # type: ignore[misc]
-        while (came := mesh.take_message(into)) is not None:
+        while (came := mesh.take_message()) is not None:
             assert came.nbytes <= len(stream)
             give_back(came.address)
 
 
 def test_memory_is_used_again_and_outlives_the_mesh(mesh: Mesh) -> None:
     here, there = connect()
-    into = mesh.add_link(there)
+    mesh.add_link(there)
 
     def arrive() -> ArrivedMessage:
         here.sendall(frame(b"x" * 100_000))
-        wait_for(lambda: bool(found.append(mesh.take_message(into)) or found[-1]))
+        wait_for(lambda: bool(found.append(mesh.take_message()) or found[-1]))
         return found[-1]
 
     found: list[Any] = []
@@ -177,25 +177,68 @@ def test_memory_is_used_again_and_outlives_the_mesh(mesh: Mesh) -> None:
     give_back(first.address)
 
 
-@pytest.mark.parametrize("wait", ["change", "sent"])
-def test_the_end_of_a_mesh_ends_waits(mesh: Mesh, wait: str) -> None:
+def test_a_rest_is_copied(mesh: Mesh) -> None:
+    one, other = connect()
+    out, into = mesh.add_link(one), mesh.add_link(other)
+    data = ctypes.create_string_buffer(random.Random(2).randbytes(1 << 24))
+    wanted = data.raw
+    assert mesh.send(out, [piece(data)], 1 << 30, copies=True) in (SENT, 1)
+    ctypes.memset(data, 0, len(data))
+    assert next_message(mesh, into) == wanted
+
+
+def test_the_end_of_a_mesh_ends_waits(mesh: Mesh) -> None:
     one, other = connect()
     out = mesh.add_link(one)
     data = ctypes.create_string_buffer(1 << 24)
     mesh.send(out, [piece(data)], 0)
-    waits: dict[str, Callable[[], None]] = {
-        "change": lambda: mesh.wait_for_change(mesh.changes, PATIENCE),
-        "sent": lambda: mesh.wait_until_sent(out, 1, PATIENCE),
-    }
-    thread = threading.Thread(target=waits[wait])
-    thread.start()
+    # One of them serves the sockets, the others sleep.
+    waits = [
+        threading.Thread(target=lambda: mesh.wait_for_change(mesh.changes, PATIENCE))
+        for _ in range(3)
+    ]
+    for thread in waits:
+        thread.start()
     time.sleep(0.05)
     mesh.close()
-    thread.join(PATIENCE / 2)
-    assert not thread.is_alive()
-    assert mesh.find_end(out) and mesh.send(out, [piece(data)], 0) == 0
+    for thread in waits:
+        thread.join(PATIENCE / 2)
+        assert not thread.is_alive()
+    assert mesh.find_end(out) and mesh.send(out, [piece(data)], 0) == NOT_SENT
     with pytest.raises(ResourceError):
         mesh.add_link(other)
+
+
+def test_many_threads_wait_for_messages_of_many_links(mesh: Mesh) -> None:
+    """Each thread answers one link; together they take every message once."""
+    ends = [connect() for _ in range(4)]
+    links = [(mesh.add_link(one), mesh.add_link(other)) for one, other in ends]
+    taken: list[tuple[int, bytes]] = []
+    total = 4 * 500
+
+    def take() -> None:
+        end = time.monotonic() + PATIENCE
+        while len(taken) < total and time.monotonic() < end:
+            seen = mesh.changes
+            arrived = mesh.take_message()
+            if arrived is None:
+                mesh.wait_for_change(seen, 1.0)
+            else:
+                taken.append((arrived.link, ctypes.string_at(arrived.address, arrived.nbytes)))
+                give_back(arrived.address)
+        mesh.wake()
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    data = [ctypes.create_string_buffer(str(number).encode()) for number in range(500)]
+    for memory in data:
+        for out, _ in links:
+            mesh.send(out, [(ctypes.addressof(memory), len(memory) - 1)], 1 << 18, copies=True)
+    for thread in threads:
+        thread.join(PATIENCE)
+    for _, into in links:
+        assert sorted(int(text) for link, text in taken if link == into) == list(range(500))
 
 
 # ---- messages of tensors
@@ -204,10 +247,10 @@ def test_the_end_of_a_mesh_ends_waits(mesh: Mesh, wait: str) -> None:
 def through_bytes(message: Any) -> ArrivedMessage:
     """Bring a message into memory of a mesh."""
     mesh, (here, there) = Mesh(), connect()
-    out, into = mesh.add_link(here), mesh.add_link(there)
+    out, _ = mesh.add_link(here), mesh.add_link(there)
     mesh.send(out, message.pieces, 0)
     arrived: list[Any] = []
-    wait_for(lambda: bool(arrived.append(mesh.take_message(into)) or arrived[-1]))
+    wait_for(lambda: bool(arrived.append(mesh.take_message()) or arrived[-1]))
     mesh.close()
     return arrived[-1]
 
@@ -242,10 +285,10 @@ def test_tensors_come_as_they_were_sent(count: int) -> None:
 def test_a_message_that_describes_itself_wrongly_is_refused(said: bytes) -> None:
     here, there = connect()
     mesh = Mesh()
-    into = mesh.add_link(there)
+    mesh.add_link(there)
     here.sendall(frame(said))
     arrived: list[Any] = []
-    wait_for(lambda: bool(arrived.append(mesh.take_message(into)) or arrived[-1]))
+    wait_for(lambda: bool(arrived.append(mesh.take_message()) or arrived[-1]))
     with pytest.raises(MalformedMessage):
         read_message(arrived[-1])
     mesh.close()
