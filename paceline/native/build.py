@@ -19,6 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "_core.so"
+NO_COMPILER = 3  # exit code, for the Makefile
 SUPPORTED = sys.platform == "linux"  # workers share memory on Linux only
 
 # No -march=native: a wheel runs on other processors too, so the sources choose at run time.
@@ -32,6 +33,10 @@ PROBE = "#include <pthread.h>\n#include <stdatomic.h>\nint pl_probe(void) { retu
 
 class BuildError(RuntimeError):
     """The library can't be built. The message says why, in one line."""
+
+
+class CompilerMissing(BuildError):
+    """There is no C compiler that works."""
 
 
 def list_sources() -> list[Path]:
@@ -108,14 +113,17 @@ def build_library(
         Whether the library had to be compiled.
 
     Raises:
-        BuildError: There is no compiler, or the sources don't compile.
+        CompilerMissing: There is no compiler.
+        BuildError: The sources don't compile.
     """
     compiler = find_compiler(target_triple)
+    if not list_sources():
+        raise BuildError(f"{FOLDER} has no C sources; run this in paceline's source tree")
     stamps = stamp_library(compiler, sanitizer or "", target_triple or "")
     if target.exists() and all(stamp.encode() in target.read_bytes() for stamp in stamps):
         return False
     if compiler is None:
-        raise BuildError(
+        raise CompilerMissing(
             "no C compiler works here ($CC, cc, gcc, clang and the Python package ziglang were "
             "tried); install one, such as with: pip install ziglang"
         )
@@ -129,7 +137,7 @@ def build_library(
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         sys.stderr.write(done.stderr)  # warnings too
         if done.returncode:
-            raise BuildError(f"the C library doesn't compile, see above; tried: {command}")
+            raise BuildError(f"the C library doesn't compile, see above; tried: {shlex.join(command)}")
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -137,9 +145,11 @@ def build_library(
 
 
 if __name__ == "__main__":
-    if not SUPPORTED:
-        sys.exit(f"not built: on {sys.platform} workers don't share memory, which it is for")
     try:
-        print(f"{LIBRARY}: {'built' if build_library(LIBRARY) else 'up to date'}")
+        if not SUPPORTED:
+            print(f"not built: on {sys.platform} workers don't share memory, which it is for")
+        else:
+            print(f"{LIBRARY}: {'built' if build_library(LIBRARY) else 'up to date'}")
     except BuildError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(NO_COMPILER if isinstance(error, CompilerMissing) else 1)
