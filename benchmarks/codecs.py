@@ -1,7 +1,7 @@
-"""Codings of float32: how long it takes to make them and to read them, against one fused kernel of
-torch.compile that does int8.
+"""Measures how long codings of float32 take to encode and decode.
 
-One process with one thread, as in a worker's exchange. What is read back is checked.
+They are compared with int8 by a fused kernel of torch.compile. There is one process with one
+thread, as in the exchange of a worker. Decoded values are checked.
 
     python benchmarks/codecs.py [--sizes 8M 100M] [--codings 'int8()' 'topk(0.01)']
 """
@@ -28,11 +28,11 @@ CODINGS = (
     "compose(topk(0.01, threshold='sampled'), int8())",
 )
 BLOCK = 1024
-MOST = 1.5  # times what the fused kernel needs, there and back, for 100 MB
+MOST = 1.5  # highest ratio to the fused kernel, encoding and decoding together, for 100 MB
 
 
 def timed(act: Callable[[], object]) -> Callable[[], float]:
-    """`act`, as something that gives the seconds it took."""
+    """Make a function that calls `act`, and returns the seconds that it took."""
 
     def run() -> float:
         start = time.perf_counter()
@@ -43,7 +43,7 @@ def timed(act: Callable[[], object]) -> Callable[[], float]:
 
 
 def fused(x: Any) -> dict[str, Callable[[], object]]:
-    """int8 in blocks by torch.compile, there and back."""
+    """Make functions that encode and decode int8 in blocks, by torch.compile."""
     import torch
 
     def encode(x: Any) -> Any:
@@ -54,14 +54,21 @@ def fused(x: Any) -> dict[str, Callable[[], object]]:
     def decode(levels: Any, scale: Any) -> Any:
         return levels.float() * scale[:, None]
 
-    there, back = torch.compile(encode), torch.compile(decode)
-    message = there(x)
-    back(*message)
-    return {"fused int8, encode": lambda: there(x), "fused int8, decode": lambda: back(*message)}
+    compiled_encode, compiled_decode = torch.compile(encode), torch.compile(decode)
+    # Compile before the measurement.
+    message = compiled_encode(x)
+    compiled_decode(*message)
+    return {
+        "fused int8, encode": lambda: compiled_encode(x),
+        "fused int8, decode": lambda: compiled_decode(*message),
+    }
 
 
 def ours(text: str, x: Any) -> dict[str, Callable[[], object]]:
-    """A coding there and back, once it is seen to be right."""
+    """Make functions that encode and decode by a coding.
+
+    `text` is the coding in words. Raises `RuntimeError` if decoded values are useless.
+    """
     import torch
 
     from paceline.codec.coding import make_message
@@ -72,8 +79,9 @@ def ours(text: str, x: Any) -> dict[str, Callable[[], object]]:
     out = torch.empty_like(x)
     coding.encode(x, message)
     coding.decode(message, out)
+    # A coding that is worse than sending nothing is broken.
     if float((out - x).norm()) > float(x.norm()):
-        raise RuntimeError(f"{text} gives something that is farther away than nothing")
+        raise RuntimeError(f"{text}: decoded values are worse than zeros")
     return {
         f"{text}, encode": lambda: coding.encode(x, message),
         f"{text}, decode": lambda: coding.decode(message, out),
@@ -91,16 +99,19 @@ def main(words: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     for size in options.sizes:
+        # The fused kernel needs whole blocks.
         count = int(float(size.removesuffix("M")) * 1e6) // 4 // BLOCK * BLOCK
         x = torch.randn(count, generator=torch.Generator().manual_seed(0))
         acts = fused(x)
         for text in options.codings:
             acts |= ours(text, x)
         samples = interleave({name: timed(act) for name, act in acts.items()}, options.rounds)
-        both = {
+        total_seconds = {
             text: [
-                a + b
-                for a, b in zip(samples[f"{text}, encode"], samples[f"{text}, decode"], strict=True)
+                encode_seconds + decode_seconds
+                for encode_seconds, decode_seconds in zip(
+                    samples[f"{text}, encode"], samples[f"{text}, decode"], strict=True
+                )
             ]
             for text in ("fused int8", *options.codings)
         }
@@ -108,14 +119,14 @@ def main(words: Sequence[str] | None = None) -> None:
             medians = {
                 side: statistics.median(samples[f"{text}, {side}"]) for side in ("encode", "decode")
             }
-            barred = MOST if text == "int8()" and size == "100M" else None
+            bar = MOST if text == "int8()" and size == "100M" else None
             rows.append(
                 Row(
                     f"{size}, {text}",
                     medians,
                     "of the fused int8's, both ways",
-                    ratio(both[text], both["fused int8"]),
-                    most=barred,
+                    ratio(total_seconds[text], total_seconds["fused int8"]),
+                    most=bar,
                 )
             )
         raw[size] = samples

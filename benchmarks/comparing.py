@@ -1,10 +1,10 @@
-"""What comparing replicas takes of a run: a GPT of 0.9 M or 19 M parameters with AdamW.
+"""Measures the cost of comparing replicas, with a GPT of 0.9 M or 19 M parameters and AdamW.
 
     python benchmarks/comparing.py [--model medium --workers 2 --batch 4 --steps 60]
 
-Replicas are compared after every second step, and what that takes is timed on each worker, the wait
-for the others included. Gives the median step (seconds), the median of a comparison, and its part
-of the run if there is one in a hundred steps.
+Replicas are compared after every second step. The time of a comparison includes the wait for other
+workers. The result has the median step in seconds, the median comparison, and the part of a run
+that comparisons take if there is one every hundred steps.
 """
 
 from __future__ import annotations
@@ -17,60 +17,68 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-FIRST = 6  # steps that aren't measured
-USUAL = 100  # steps between two comparisons, in a usual run
+FIRST = 6  # first steps, which aren't measured
+USUAL = 100  # steps between two comparisons in a usual run
 
 
 def train(options: argparse.Namespace) -> None:
-    """The script of each worker."""
+    """Train on one worker, and write its measurements to a file."""
     import torch
     from torch.nn import functional as F
     from torch.utils.data import DataLoader, TensorDataset
 
     import paceline as pl
     from paceline.bench.training import CONTEXT, MODELS, VOCAB, Decoder
+    from paceline.session.run import parts_of_run
 
     rows = (FIRST + options.steps) * options.batch * options.workers
     tokens = torch.randint(
         0, VOCAB, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(0)
     )
     torch.manual_seed(0)
-    compared, began, ended = [], [], []
+    comparison_seconds, step_starts = [], []
     with pl.start(folder=options.out, trace="off", compare=2) as run:
         model = Decoder(*MODELS[options.model])
         optimizer = torch.optim.AdamW(model.parameters())
         loader = DataLoader(TensorDataset(tokens), batch_size=options.batch * options.workers)
         model, optimizer, loader = run.prepare(model, optimizer, loader)
-        compare = run._comparer.step_ended
+        parts = parts_of_run(run)
+        compare, observers = parts.comparer.step_ended, parts.loop.observers
 
-        def timed(steps: int) -> None:
+        def compare_timed(step: int, samples: int, seconds: Mapping[str, float]) -> None:
             before = time.perf_counter()
-            compare(steps)
-            compared.append(time.perf_counter() - before)
+            compare(step, samples, seconds)
+            comparison_seconds.append(time.perf_counter() - before)
 
-        run._comparer.step_ended = timed  # type: ignore[method-assign]
+        # Replace the comparison among the observers of the loop by the timed one.
+        timed_observers = tuple(
+            compare_timed if observer == compare else observer for observer in observers.step_ended
+        )
+        assert compare_timed in timed_observers, "the loop doesn't compare replicas"
+        parts.loop.observe(replace(observers, step_ended=timed_observers))
         for (x,) in loader:
-            began.append(time.perf_counter())
+            step_starts.append(time.perf_counter())
             F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
-            ended.append(time.perf_counter())
-    # from odd ones, whose end is not compared
-    steps = [after - before for before, after in pairwise(began)][FIRST::2]
+    # Only steps that end without a comparison.
+    steps = [after - before for before, after in pairwise(step_starts)][FIRST::2]
     count, nbytes = 0, 0
     for parameter in model.parameters():
         tensors = [parameter, *optimizer.state[parameter].values()]
         count, nbytes = count + len(tensors), nbytes + sum(tensor.nbytes for tensor in tensors)
-    found = {
+    result = {
         "step": statistics.median(steps),
-        "comparison": statistics.median(compared[FIRST + 1 :: 2]),
+        "comparison": statistics.median(comparison_seconds[FIRST + 1 :: 2]),
         "tensors": count,
         "mb": nbytes / 1e6,
     }
-    (Path(options.out) / f"found-{run.rank}.json").write_text(json.dumps(found))
+    (Path(options.out) / f"found-{run.rank}.json").write_text(json.dumps(result))
 
 
 def main() -> None:
@@ -81,7 +89,7 @@ def main() -> None:
         "--model", default="medium", help="small (0.9 M parameters) or medium (19 M)"
     )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=4, help="samples in a step, for each worker")
+    parser.add_argument("--batch", type=int, default=4, help="samples of a step, for each worker")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -89,7 +97,7 @@ def main() -> None:
         train(options)
         return
     with tempfile.TemporaryDirectory() as folder:
-        given = [
+        worker_options = [
             f"--{name}={getattr(options, name)}" for name in ("model", "batch", "workers", "steps")
         ]
         command = [
@@ -100,7 +108,7 @@ def main() -> None:
             "--workers",
             str(options.workers),
             __file__,
-            *given,
+            *worker_options,
             f"--out={folder}",
         ]
         subprocess.run(
@@ -109,12 +117,19 @@ def main() -> None:
             stderr=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("found-*.json"))]
-    worst = max(found, key=lambda worker: worker["comparison"])
-    part = worst["comparison"] / (USUAL * worst["step"] + worst["comparison"])
+        results = [
+            json.loads(path.read_text()) for path in sorted(Path(folder).glob("found-*.json"))
+        ]
+    slowest = max(results, key=lambda worker: worker["comparison"])
+    overhead = slowest["comparison"] / (USUAL * slowest["step"] + slowest["comparison"])
     print(
         json.dumps(
-            {"model": options.model, "workers": options.workers, **worst, "part": round(part, 5)}
+            {
+                "model": options.model,
+                "workers": options.workers,
+                **slowest,
+                "part": round(overhead, 5),
+            }
         )
     )
 

@@ -1,12 +1,11 @@
-"""What all benchmarks share: crews of processes asked in turn, medians of interleaved rounds,
-ratios with intervals, results as files.
+"""Shared parts of all benchmarks: crews of processes, rounds, ratios with intervals, results.
 
     coordinator ──ask──> crew A (processes 0..n-1) works     crew B sleeps in a socket
                 ──ask──> crew B works                        crew A sleeps
                 ... rounds, in rotating order
 
-Imports nothing but the standard library, so that a peer in another environment can use its worker
-side (`serve`).
+This module imports nothing but the standard library, so that a peer in another environment can use
+the side of the workers (`serve`).
 """
 
 from __future__ import annotations
@@ -35,12 +34,18 @@ Message = dict[str, Any]
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-# ---- processes that are asked, one crew at a time
+# ---- crews of processes; one crew works at a time
 
 
 class Crew:
-    """`size` processes started by `commands`, each of which calls `serve`; while they aren't
-    asked, they sleep in a socket.
+    """A group of processes that answer questions. Between questions they sleep in a socket.
+
+    Args:
+        name: Name of the crew in errors.
+        commands: Commands that start the processes. Each process calls `serve`.
+        size: Number of processes. A launcher among the commands may start several.
+        patience: Seconds to wait until all processes have connected.
+        folder: Working folder of the processes. Default: the current one.
     """
 
     def __init__(
@@ -53,10 +58,11 @@ class Crew:
         folder: str | None = None,
     ) -> None:
         self.name = name
-        self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (lives as long as the crew)
+        self._log = tempfile.TemporaryFile(mode="w+")  # noqa: SIM115 (it is open as long as the crew lives)
         self._processes: list[subprocess.Popen[str]] = []
         self._links: list[_Link] = []
         listener = socket.create_server(("127.0.0.1", 0), backlog=size)
+        # Processes find the coordinator by an environment variable.
         environ = {**os.environ, **ONE_THREAD, "HARNESS": f"127.0.0.1:{listener.getsockname()[1]}"}
         try:
             for command in commands:
@@ -78,45 +84,50 @@ class Crew:
             listener.close()
 
     def _welcome(self, listener: socket.socket, size: int, patience: float) -> list[_Link]:
-        ranks: dict[int, _Link] = {}
+        """Wait until all processes have connected, and return their links in rank order."""
+        links: dict[int, _Link] = {}
         end = time.monotonic() + patience
         listener.settimeout(0.5)
-        while len(ranks) < size:
+        while len(links) < size:
+            # Wake up often, to notice a process that has failed.
             with contextlib.suppress(TimeoutError):
                 link = _Link(listener.accept()[0])
-                ranks[link.receive()["rank"]] = link
-            gone = [p for p in self._processes if p.poll() not in (None, 0)]
-            if gone or time.monotonic() > end:
-                why = (
-                    f"exit code {gone[0].returncode}"
-                    if gone
-                    else f"only {len(ranks)} of {size} came within {patience:g} s"
+                links[link.receive()["rank"]] = link
+            failed = [process for process in self._processes if process.poll() not in (None, 0)]
+            if failed or time.monotonic() > end:
+                reason = (
+                    f"exit code {failed[0].returncode}"
+                    if failed
+                    else f"only {len(links)} of {size} connected within {patience:g} s"
                 )
-                raise RuntimeError(f"{self.name}: {why}\n{self._tail()}")
-        return [ranks[rank] for rank in range(size)]
+                raise RuntimeError(f"{self.name}: {reason}\n{self._tail()}")
+        return [links[rank] for rank in range(size)]
 
     def ask(self, **message: Any) -> list[Message]:
-        """Every process's answer to `message`, in rank order."""
+        """Send a message to all processes, and return their answers in rank order."""
         try:
             for link in self._links:
                 link.send(message)
             return [link.receive() for link in self._links]
         except (ConnectionError, EOFError) as error:
-            time.sleep(1)  # let the first one say why
+            time.sleep(1)  # time for the failed process to write its error
             raise RuntimeError(
-                f"{self.name} is gone while asked {message}\n{self._tail()}"
+                f"{self.name} has ended at the message {message}\n{self._tail()}"
             ) from error
 
     def close(self) -> None:
-        """Dismiss the processes; those that don't leave within 10 s are ended, 5 s later killed,
-        with all they started.
+        """End the processes.
+
+        They end by themselves when their links close. After 10 s they are terminated, and after 5 s
+        more they are killed, together with all processes that they have started.
         """
         for link in self._links:
             link.close()
         self._await(10 if self._links else 0)
         for process in self._processes:
-            process.terminate()  # launchers end their workers then
+            process.terminate()  # a launcher then ends its workers
         self._await(5)
+        # Each process leads a session, so this also kills the processes that it has started.
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -141,7 +152,7 @@ class Crew:
 
 
 class _Link:
-    """JSON lines over a socket."""
+    """A connection that carries a line of JSON for each message."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(True)
@@ -155,7 +166,7 @@ class _Link:
     def receive(self) -> Message:
         line = self._lines.readline()
         if not line:
-            raise EOFError("the other side has left")
+            raise EOFError("the other side has closed the connection")
         message: Message = json.loads(line)
         return message
 
@@ -166,7 +177,12 @@ class _Link:
 
 
 def serve(rank: int, handle: Callable[[Message], Message]) -> None:
-    """The worker's side: answer whatever the coordinator asks, until it hangs up."""
+    """Answer the questions of the coordinator until it closes the connection.
+
+    Args:
+        rank: Rank of this process in its crew.
+        handle: Makes the answer to a message.
+    """
     host, port = os.environ["HARNESS"].rsplit(":", 1)
     link = _Link(socket.create_connection((host, int(port))))
     link.send({"rank": rank})
@@ -182,12 +198,19 @@ def serve(rank: int, handle: Callable[[Message], Message]) -> None:
 def interleave(
     variants: Mapping[str, Callable[[], float]], rounds: int, *, warmup: int = 1
 ) -> dict[str, list[float]]:
-    """Seconds of each variant in each round; who begins rotates from round to round.
+    """Measure all variants in rounds, in an order that rotates from round to round.
 
-    The first `warmup` rounds aren't counted.
+    Args:
+        variants: Functions by name. Each makes a measurement and returns seconds.
+        rounds: Number of rounds that count.
+        warmup: Number of rounds before them.
+
+    Returns:
+        The seconds of each variant in each round that counts.
     """
     names, samples = list(variants), {name: [] for name in variants}
     for index in range(-warmup, rounds):
+        # The first variant of a round may find other caches or clock rates, so it changes.
         turn = index % len(names)
         for name in names[turn:] + names[:turn]:
             seconds = variants[name]()
@@ -197,7 +220,7 @@ def interleave(
 
 
 class Interval(NamedTuple):
-    """A number, and the bounds of its 90 % bootstrap interval."""
+    """A number with the bounds of its 90 % bootstrap interval."""
 
     value: float
     low: float
@@ -214,25 +237,40 @@ def bootstrap(
     level: float = 0.9,
     seed: int = 0,
 ) -> Interval:
-    """`statistic` of the medians of `samples`, whole rounds drawn anew with replacement: rounds
-    stay pairs, as they ran side by side.
+    """Compute a statistic of medians, with a bootstrap interval.
+
+    Whole rounds are drawn with replacement. The samples of a round stay together, because they were
+    measured side by side.
+
+    Args:
+        statistic: Function of the median of each of `samples`.
+        samples: Sequences of equal length, with an item for each round.
+        draws: Number of draws.
+        level: Probability that the interval covers.
+        seed: Seed of the draws.
     """
     rounds, generator = len(samples[0]), random.Random(seed)
-    drawn = []
+    values = []
     for _ in range(draws):
+        # The same rounds are taken of all samples.
         chosen = [generator.randrange(rounds) for _ in range(rounds)]
-        drawn.append(statistic(*(statistics.median([s[i] for i in chosen]) for s in samples)))
-    drawn.sort()
+        values.append(
+            statistic(
+                *(statistics.median([sample[index] for index in chosen]) for sample in samples)
+            )
+        )
+    values.sort()
+    # The interval leaves out the same number of values on both sides.
     edge = (1 - level) / 2
     return Interval(
         statistic(*map(statistics.median, samples)),
-        drawn[int(edge * draws)],
-        drawn[min(int((1 - edge) * draws), draws - 1)],
+        values[int(edge * draws)],
+        values[min(int((1 - edge) * draws), draws - 1)],
     )
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
-    """median(above) / median(below)."""
+    """Compute median(above) / median(below), with its interval."""
     return bootstrap(lambda a, b: a / b, above, below)
 
 
@@ -241,8 +279,16 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
 
 @dataclass
 class Row:
-    """One line of a table: what was compared, by how much, and the bar it is held to (`least`:
-    at least, `most`: at most).
+    """One line of a table.
+
+    Attributes:
+        what: The case.
+        seconds: Median of each variant.
+        compared: Meaning of `value`.
+        value: Result of the comparison.
+        least: Bar that `value` has to reach. Default: none.
+        most: Bar that `value` must not exceed. Default: none.
+        note: Remark after `compared`.
     """
 
     what: str
@@ -255,7 +301,7 @@ class Row:
 
     @property
     def held(self) -> bool | None:
-        """Whether the bar is held; None without a bar."""
+        """True if the row keeps its bar, False if it misses it, None without a bar."""
         if self.value is None or (self.least is None and self.most is None):
             return None
         return (self.least is None or self.value.value >= self.least) and (
@@ -264,7 +310,7 @@ class Row:
 
     @property
     def bar(self) -> str:
-        """The bar in words."""
+        """Text of the bar."""
         return (
             f">= {self.least:g}"
             if self.least is not None
@@ -275,7 +321,7 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """`rows` in Markdown."""
+    """Format rows as a table in Markdown."""
     lines = [
         "| what | medians | compared | ratio [90 %] | bar | held |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -292,7 +338,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
+    """Format a time with a unit that suits it."""
     return (
         f"{seconds * 1e6:.0f} us"
         if seconds < 1e-3
@@ -305,7 +351,17 @@ def duration(seconds: float) -> str:
 def report(
     name: str, rows: Sequence[Row], options: argparse.Namespace, raw: Mapping[str, Any]
 ) -> bool:
-    """Print the table and write all of it to `options.out`; whether every bar is held."""
+    """Print the table, and write the results to the file `options.out`.
+
+    Args:
+        name: Name of the benchmark.
+        rows: Rows of the table.
+        options: Arguments of the benchmark.
+        raw: All samples.
+
+    Returns:
+        Whether all bars are kept.
+    """
     held = all(row.held is not False for row in rows)
     print(table(rows))
     result = {
@@ -332,7 +388,7 @@ def report(
 
 
 def machine() -> dict[str, Any]:
-    """What this ran on."""
+    """Describe this machine."""
     models = [
         line.partition(":")[2].strip()
         for line in _lines("/proc/cpuinfo")
@@ -351,14 +407,14 @@ def machine() -> dict[str, Any]:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Versions of `packages`, None for those that aren't here."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    """Look up the versions of packages. None: the package isn't installed."""
+    version_by_package: dict[str, str | None] = {"python": platform.python_version()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            version_by_package[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    return found
+            version_by_package[package] = None
+    return version_by_package
 
 
 def _lines(path: str) -> Iterator[str]:
@@ -367,19 +423,25 @@ def _lines(path: str) -> Iterator[str]:
 
 
 def arguments(description: str, name: str, *, rounds: int) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take."""
+    """Make a parser with the options that all benchmarks have.
+
+    Args:
+        description: Text for --help.
+        name: Name of the benchmark, which names the file of results.
+        rounds: Default number of rounds.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
         "--rounds",
         type=int,
         default=rounds,
-        help="timed rounds of every variant (default %(default)s)",
+        help="timed rounds of each variant (default %(default)s)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path(__file__).parent / "results" / f"{name}.json",
-        help="where the JSON goes",
+        help="file for the results, as JSON",
     )
-    parser.add_argument("--check", action="store_true", help="exit with 1 when a bar isn't held")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     return parser

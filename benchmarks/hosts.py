@@ -1,16 +1,17 @@
-"""Training steps on several hosts of a lab: paceline against DistributedDataParallel with buckets
-of several sizes, and without exchange.
-
-All programs live in the same worker processes, with models of their own that begin equal, and take
-turns round by round. The best of DDP's bucket sizes is the one with the least median, chosen after
-all rounds, in DDP's favour. Hosts of a lab share the cores of one machine, so processor seconds of
-a step (of all workers, the kernel's included) are counted as well: they are what a link that is
-fast enough leaves. So are those of the threads that exchange beside the training.
-The cluster is measured first, and paceline is given the file, by which it chooses its way between
-hosts.
+"""Measures training steps on several hosts of a lab: paceline, DDP, and no exchange.
 
     python benchmarks/hosts.py [--bandwidth 10gbit 1gbit] [--models gpt-19m gpt-0.9m cnn]
                                [--buckets 1 5 25 200]
+
+All programs run in the same processes, with models of their own that begin equal, and take turns.
+DDP is measured with several sizes of buckets. Its best size is chosen after all rounds, in DDP's
+favour.
+
+The hosts of a lab share the cores of one machine. So the processor seconds of a step are measured
+as well, those of the kernel included: on a fast link they decide. The threads that exchange beside
+the training are also counted alone.
+
+The cluster is measured first, and paceline chooses its way between hosts by the file.
 """
 
 from __future__ import annotations
@@ -31,12 +32,21 @@ from training import LAST, SETUPS, build, dealt, loop, optimizer_of, paceline
 from uneven_links import probe
 
 HOSTS, WORKERS = 2, 2
-LEAST = 1.0  # DDP's step, with its best buckets, over ours
+LEAST = 1.0  # lowest ratio of DDP's step, with its best buckets, to ours
 BARRED = {("10gbit", "gpt-19m"), ("10gbit", "gpt-0.9m"), ("1gbit", "gpt-0.9m"), ("1gbit", "cnn")}
 
 
 def ddp(name: str, options: argparse.Namespace, bucket_mb: float) -> tuple[Any, Iterator[None]]:
-    """The loop under DistributedDataParallel on Gloo, in a group of its own."""
+    """Make the loop under DistributedDataParallel on Gloo, in a group of its own.
+
+    Args:
+        name: Name of the model.
+        options: Arguments of the benchmark.
+        bucket_mb: Size of buckets in MB.
+
+    Returns:
+        The model, and an iterator that trains a step for each item.
+    """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -53,7 +63,7 @@ def ddp(name: str, options: argparse.Namespace, bucket_mb: float) -> tuple[Any, 
 
 
 def alone(name: str, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
-    """The loop without exchange."""
+    """Make the loop without an exchange. Returns the same as `ddp`."""
     import torch.distributed as dist
 
     model, loss, data = build(name)
@@ -66,43 +76,44 @@ def alone(name: str, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A worker of the lab: train all variants in turn, and leave the samples of the first rank,
-    which are those of all, in the folder.
-    """
+    """Run a worker of the lab: train all variants in turn. Rank 0 writes the samples."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     name = options.models[0]
     ours = paceline(name, 0, HOSTS * WORKERS, options)
-    meet = dist.new_group(backend="gloo")
+    meeting_group = dist.new_group(backend="gloo")
     programs = {f"ddp-{mb:g}": ddp(name, options, mb) for mb in options.buckets} | {
         "nothing": alone(name, options),
         "paceline": ours,
     }
-    used: dict[str, list[float]] = {variant: [] for variant in programs}
-    switches: dict[str, list[float]] = {variant: [] for variant in programs}
-    beside: dict[str, list[float]] = {variant: [] for variant in programs}
+    processor_seconds: dict[str, list[float]] = {variant: [] for variant in programs}
+    sleeps: dict[str, list[float]] = {variant: [] for variant in programs}
+    other_thread_seconds: dict[str, list[float]] = {variant: [] for variant in programs}
 
+    # All ranks take turns together, and each sample is the same on all of them.
     def turn(variant: str) -> float:
         _, program = programs[variant]
-        next(program)  # warms the caches and brings the workers together
+        next(program)  # warm the caches, and bring the workers together
         steps = options.steps or SETUPS[name].steps
-        dist.barrier(meet)
-        before, began = _used(), time.perf_counter()
+        dist.barrier(meeting_group)
+        before, start = _used(), time.perf_counter()
         for _ in range(steps):
             next(program)
-        figures = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
+        step_time = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
         after = _used()
         counts = torch.tensor(
-            [b - a for a, b in zip(before, after, strict=True)], dtype=torch.float64
+            [later - earlier for earlier, later in zip(before, after, strict=True)],
+            dtype=torch.float64,
         )
-        dist.all_reduce(figures, dist.ReduceOp.MAX, meet)
-        dist.all_reduce(counts, group=meet)
-        used[variant].append(counts[0].item() / steps)
-        switches[variant].append(counts[1].item() / steps)
-        beside[variant].append(counts[2].item() / steps)
-        return float(figures[0]) / steps
+        # The slowest worker has the time of a step. Processor seconds are added up.
+        dist.all_reduce(step_time, dist.ReduceOp.MAX, meeting_group)
+        dist.all_reduce(counts, group=meeting_group)
+        processor_seconds[variant].append(counts[0].item() / steps)
+        sleeps[variant].append(counts[1].item() / steps)
+        other_thread_seconds[variant].append(counts[2].item() / steps)
+        return float(step_time[0]) / steps
 
     samples = interleave(
         {variant: (lambda variant=variant: turn(variant)) for variant in programs},
@@ -111,39 +122,56 @@ def serve(options: argparse.Namespace) -> None:
     )
     _inspect({variant: model for variant, (model, _) in programs.items()})
     if dist.get_rank() == 0:
-        counted = {"used": used, "switches": switches, "beside": beside}
-        found = {"samples": samples} | {
-            what: {v: u[2:] for v, u in each.items()} for what, each in counted.items()
+        counted = {"used": processor_seconds, "switches": sleeps, "beside": other_thread_seconds}
+        # The first two rounds were for warming up.
+        results = {"samples": samples} | {
+            what: {variant: values[2:] for variant, values in by_variant.items()}
+            for what, by_variant in counted.items()
         }
-        (options.serve / "found.json").write_text(json.dumps(found))
-    dist.barrier(meet)
+        (options.serve / "found.json").write_text(json.dumps(results))
+    dist.barrier(meeting_group)
 
 
 def _used() -> tuple[float, float, float]:
-    """Processor seconds of this process, with the kernel's for it; how often a thread went to
-    sleep; the seconds of all but this thread.
+    """Read the resources that this process has used.
+
+    Returns processor seconds, the number of times that a thread went to sleep, and the processor
+    seconds of all threads but this one.
     """
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    whole = usage.ru_utime + usage.ru_stime
-    return whole, float(usage.ru_nvcsw), whole - time.thread_time()
+    seconds = usage.ru_utime + usage.ru_stime
+    return seconds, float(usage.ru_nvcsw), seconds - time.thread_time()
 
 
 def _inspect(models: dict[str, Any]) -> None:
-    """Raise unless all that exchanged came to the same weights, and what didn't came to others."""
+    """Raise `RuntimeError` unless all programs with an exchange have the same weights.
+
+    The weights of the program without an exchange have to differ.
+    """
     import torch
 
     weights = {
-        variant: torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        variant: torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
         for variant, model in models.items()
     }
-    for variant, found in weights.items():
-        away = float((found - weights["paceline"]).double().norm() / found.double().norm())
-        if (away > LAST) != (variant == "nothing"):
-            raise RuntimeError(f"the weights of {variant} are {away:.2e} away from paceline's")
+    for variant, values in weights.items():
+        distance = float((values - weights["paceline"]).double().norm() / values.double().norm())
+        # Without an exchange weights have to differ. Otherwise the check would show nothing.
+        if (distance > LAST) != (variant == "nothing"):
+            raise RuntimeError(f"the weights of {variant} are {distance:.2e} away from paceline's")
 
 
 def measure(options: argparse.Namespace, name: str, bandwidth: str) -> dict[str, Any]:
-    """The samples of all variants for a model on hosts with links of a bandwidth."""
+    """Measure all variants in the lab.
+
+    Args:
+        options: Arguments of the benchmark.
+        name: Name of the model.
+        bandwidth: Bandwidth of the hosts' links.
+
+    Returns:
+        All samples.
+    """
     from paceline import lab
 
     with tempfile.TemporaryDirectory() as folder:
@@ -165,6 +193,7 @@ def measure(options: argparse.Namespace, name: str, bandwidth: str) -> dict[str,
         with lab.cluster(hosts=HOSTS, workers=WORKERS, bandwidth=bandwidth) as cluster:
             environ = {"OMP_NUM_THREADS": "1"}
             if not options.unmeasured:
+                # paceline reads the measured cluster from this file.
                 environ["PACELINE_CLUSTER"] = str(Path(folder) / "cluster.json")
                 probe(cluster, Path(environ["PACELINE_CLUSTER"]))
             outcome = cluster.run(
@@ -172,18 +201,23 @@ def measure(options: argparse.Namespace, name: str, bandwidth: str) -> dict[str,
             )
         if outcome.code != 0:
             raise SystemExit(outcome.output)
-        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
-        return found
+        results: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+        return results
 
 
 def judge(name: str, bandwidth: str, found: dict[str, Any]) -> list[Row]:
-    """The step against DDP's with its best buckets, and with those of 25 MB where they were
-    measured.
+    """Make rows that compare the step with that of DDP with its best buckets.
+
+    Args:
+        name: Name of the model.
+        bandwidth: Bandwidth of the hosts' links.
+        found: All samples.
     """
     samples, medians = (
         found["samples"],
-        {variant: statistics.median(taken) for variant, taken in found["samples"].items()},
+        {variant: statistics.median(values) for variant, values in found["samples"].items()},
     )
+    # The best size of DDP's buckets is known only now, which is in DDP's favour.
     best = min(
         (variant for variant in samples if variant.startswith("ddp")), key=medians.__getitem__
     )
@@ -203,10 +237,14 @@ def judge(name: str, bandwidth: str, found: dict[str, Any]) -> list[Row]:
         ("beside", "processor of other threads"),
         ("switches", "sleeps"),
     ):
-        each = {variant: statistics.median(taken) for variant, taken in found[counted].items()}
+        counted_medians = {
+            variant: statistics.median(values) for variant, values in found[counted].items()
+        }
         compared: Interval = ratio(found[counted][best], found[counted]["paceline"])
-        times, unit = (1.0, "") if counted == "switches" else (1e3, " ms")
-        shown = ", ".join(f"{variant} {value * times:.0f}{unit}" for variant, value in each.items())
+        factor, unit = (1.0, "") if counted == "switches" else (1e3, " ms")
+        shown = ", ".join(
+            f"{variant} {value * factor:.0f}{unit}" for variant, value in counted_medians.items()
+        )
         rows.append(Row(what, {}, f"{word} of a step: {best} / paceline ({shown})", compared))
     return rows
 
@@ -217,13 +255,17 @@ def main(words: Sequence[str] | None = None) -> None:
         "--bandwidth",
         nargs="+",
         default=["10gbit", "1gbit"],
-        help="of each host's link (default %(default)s)",
+        help="bandwidth of each host's link (default %(default)s)",
     )
     parser.add_argument(
         "--models", nargs="+", choices=list(SETUPS), default=["gpt-19m", "gpt-0.9m", "cnn"]
     )
     parser.add_argument(
-        "--buckets", nargs="+", type=float, default=[1, 5, 25, 200], help="MB of DDP's buckets"
+        "--buckets",
+        nargs="+",
+        type=float,
+        default=[1, 5, 25, 200],
+        help="sizes of DDP's buckets in MB",
     )
     parser.add_argument("--steps", type=int, help="steps of a round (default: by model)")
     parser.add_argument("--optimizer", choices=["sgd", "adamw"], default="sgd")
@@ -233,7 +275,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--unmeasured",
         action="store_true",
-        help="give paceline no measured cluster to choose its way by",
+        help="don't measure the cluster for paceline",
     )
     parser.add_argument(
         "--silent", action="store_true", help="paceline's loop without run.log(loss=...)"
@@ -247,8 +289,8 @@ def main(words: Sequence[str] | None = None) -> None:
     raw: dict[str, Any] = {}
     for bandwidth in options.bandwidth:
         for name in options.models:
-            raw[f"{name}, {bandwidth}"] = found = measure(options, name, bandwidth)
-            rows += judge(name, bandwidth, found)
+            raw[f"{name}, {bandwidth}"] = samples = measure(options, name, bandwidth)
+            rows += judge(name, bandwidth, samples)
     if not report("hosts", rows, options, raw) and options.check:
         sys.exit(1)
 

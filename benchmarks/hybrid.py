@@ -1,13 +1,13 @@
-"""Sharded inside hosts, a strategy between them, against FSDP2 and HSDP of torch over Gloo: a GPT
-of 19 M on two hosts of two workers.
+"""Compares sharding inside of hosts, and a strategy between them, with FSDP2 and HSDP on Gloo.
+
+The model is a GPT of 19 M parameters on two hosts of two workers.
 
     paceline lab run two-hosts benchmarks/hybrid.py [--rounds 8] [--steps 4]
     paceline lab run --sync 'LocalSGD(16, outer=nesterov(0.7, 0.9))' two-hosts \\
         benchmarks/hybrid.py --steps 16 --bars 5 0
 
-All three train in the same processes, some steps of one after some of the other. Gloo's groups are
-those that FSDP2 gets by hand: over all four workers, or (HSDP) sharded inside hosts and replicated
-between them.
+All three train in the same processes and take turns. FSDP2 shards over all four workers. HSDP
+shards inside of hosts, and replicates between them.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from training import build
 import paceline as pl
 
 MODEL = "gpt-19m"
-BATCH = 8  # of all workers
-NEAR = 1e-4  # how far the first losses may be apart, which are of the same model
-BARS = (2.5, 1.5)  # how many times faster than FSDP2 and than HSDP, at least
+BATCH = 8  # samples of a step, of all workers together
+NEAR = 1e-4  # largest difference of first losses; all models begin equal
+BARS = (2.5, 1.5)  # lowest ratios to FSDP2 and to HSDP
 
 
 def gloo(groups: list[list[int]]) -> Any:
-    """Make groups of Gloo, and return the one that this worker is in. Collective."""
-    made = {tuple(ranks): dist.new_group(ranks, backend="gloo") for ranks in groups}
-    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)
+    """Make groups of Gloo, and return the one that has this worker. Collective."""
+    group_by_ranks = {tuple(ranks): dist.new_group(ranks, backend="gloo") for ranks in groups}
+    return next(group for ranks, group in group_by_ranks.items() if dist.get_rank() in ranks)
 
 
 def main() -> None:
@@ -48,29 +48,34 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     torch.set_num_threads(1)
     with pl.start("AllReduce(codec=int8())", mesh="data=2, shard=2", name="hybrid") as run:
+        # Ranks 0 and 3 are on different hosts.
         hosts = [list(run.mesh.ranks_along(rank, ["shard"])) for rank in (0, 3)]
         across = [list(run.mesh.ranks_along(rank, ["data"])) for rank in hosts[0]]
-        everyone = DeviceMesh.from_group(gloo([[0, 1, 2, 3]]), "cpu")
+        all_workers = DeviceMesh.from_group(gloo([[0, 1, 2, 3]]), "cpu")
+        # HSDP's mesh has a row for each host.
         grid = DeviceMesh.from_group(
             [gloo(across), gloo(hosts)],
             "cpu",
             mesh=torch.tensor(hosts),
             mesh_dim_names=("replicate", "shard"),
         )
-        made, _, data = build(MODEL)
-        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3)
-        ours = run.prepare(made, optimizer, cut=pl.shard("blocks.*"))
+        model, _, data = build(MODEL)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        ours = run.prepare(model, optimizer, cut=pl.shard("blocks.*"))
         variants = {
-            "fsdp2": by_hand(build(MODEL)[0], mesh=everyone),
+            "fsdp2": by_hand(build(MODEL)[0], mesh=all_workers),
             "hsdp": by_hand(build(MODEL)[0], mesh=grid),
             "paceline": ours,
         }
-        steps = {name: stepping(*each) for name, each in variants.items()}
+        steps = {name: stepping(*variant) for name, variant in variants.items()}
         rounds = options.rounds + 1
+        # The same few batches in each round, so that losses fall.
         tokens = TensorDataset(
             *(
                 torch.stack(part)
-                for part in zip(*(data[n] for n in range(BATCH * options.steps)), strict=True)
+                for part in zip(
+                    *(data[index] for index in range(BATCH * options.steps)), strict=True
+                )
             )
         )
         loader = run.prepare(DataLoader(tokens, batch_size=BATCH))
@@ -79,22 +84,26 @@ def main() -> None:
         for _ in range(rounds):
             for name, step in steps.items():
                 run.barrier()
-                began = time.perf_counter()
+                start = time.perf_counter()
                 losses[name] += [step(x, y) for x, y in loader]
                 run.barrier()
-                seconds[name].append((time.perf_counter() - began) / options.steps)
+                seconds[name].append((time.perf_counter() - start) / options.steps)
+        # Equal first losses show equal models and data. Falling losses show that all of them train.
         if any(
-            abs(found[0] - losses["fsdp2"][0]) > NEAR or not found[-1] < found[0]
-            for found in losses.values()
+            abs(values[0] - losses["fsdp2"][0]) > NEAR or not values[-1] < values[0]
+            for values in losses.values()
         ):
             raise RuntimeError(f"first losses differ, or losses don't fall: {losses}")
-        for name, taken in seconds.items():
-            run.print(f"{name:9} {statistics.median(taken[1:]) * 1e3:8.1f} ms a step")
-        for name, bar in zip(("fsdp2", "hsdp"), options.draw_bars, strict=True):
-            times = statistics.median(
-                a / b for a, b in zip(seconds[name][1:], seconds["paceline"][1:], strict=True)
+        for name, step_seconds in seconds.items():
+            run.print(f"{name:9} {statistics.median(step_seconds[1:]) * 1e3:8.1f} ms a step")
+        for name, bar in zip(("fsdp2", "hsdp"), options.bars, strict=True):
+            speed_up = statistics.median(
+                theirs / ours_seconds
+                for theirs, ours_seconds in zip(
+                    seconds[name][1:], seconds["paceline"][1:], strict=True
+                )
             )
-            run.print(f"{times:.2f} times as fast as {name} on Gloo (at least {bar:g})")
+            run.print(f"{speed_up:.2f} times as fast as {name} on Gloo (at least {bar:g})")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Text of a GPT that two workers cut between them, against the whole of it on one of them: the same
-tokens, in turn, in one run.
+"""Compares generating text by two workers, which share the layers of a GPT, with one worker.
 
     paceline run --workers 2 --threads 1 benchmarks/inference.py \\
         [--d 2048 --layers 4 --rounds 9 --check]
 
-Both have the same weights, and their greedy tokens have to be the same. While the first worker
-writes alone, the other waits for it. An answer is the pass over a prompt and so many tokens more.
-The bar is for the median of ratios over rounds in which other programs left the processors alone:
-at most 0.65. With `--patience` each round waits so many seconds for such a moment.
+Both variants have the same weights, take turns in the same run, and have to generate the same
+greedy tokens. While the first worker generates alone, the other one waits. An answer is the pass
+over a prompt and `--tokens` tokens. The bar is for the median ratio over the rounds that other
+programs didn't disturb: at most 0.65. With `--patience` each round waits up to that number of
+seconds for a quiet moment.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from paceline.apps.gpt import GPT, GPTShape, make_cuts
 from paceline.cluster.mesh import Mesh
 from paceline.comm.solo import SoloGroup
 
-BAR = 0.65  # of the time of one worker, at most
-QUIET = 0.3  # cores that others may keep busy in a round that counts
-SHARP = 4.0  # times the usual weights, so that the likeliest token is clearly the likeliest
+BAR = 0.65  # highest ratio to the time of one worker
+QUIET = 0.3  # cores that other programs may keep busy in a round that counts
+SHARP = 4.0  # factor of the weights, so that rounding doesn't change the likeliest token
 
 
 class Alone:
-    """A run of one worker, as far as text needs it."""
+    """The parts of a run that text generation needs, for one worker."""
 
     def __init__(self) -> None:
         self.device, self.group, self.is_first = torch.device("cpu"), SoloGroup(), True
@@ -49,11 +49,14 @@ class Alone:
 
 @dataclass
 class Round:
-    """One round: when each token was there, in seconds since the answer began; tokens; and the
-    cores that others kept busy.
+    """The measurements of one round.
 
-    `processor`: seconds that this worker's processor worked for an answer, its waits left out but
-    for the first microseconds of each.
+    Attributes:
+        times: By variant, the time of each token in seconds since the answer began.
+        processor: By variant, processor seconds of this worker. A worker that waits is busy for the
+            first microseconds only.
+        texts: By variant, the tokens.
+        others: Mean number of cores that other programs kept busy.
     """
 
     times: dict[str, list[float]] = field(default_factory=dict)
@@ -62,22 +65,22 @@ class Round:
     others: float = 0.0
 
     def write(self, name: str, tokens: Callable[[], Any]) -> None:
-        """Write an answer."""
-        began, worked = time.perf_counter(), time.process_time()
+        """Generate an answer, and record its times. `tokens` makes the iterator of tokens."""
+        start, processor_start = time.perf_counter(), time.process_time()
         self.times[name], self.texts[name] = [], []
         for token in tokens():
-            self.times[name].append(time.perf_counter() - began)
+            self.times[name].append(time.perf_counter() - start)
             self.texts[name].append(token)
-        self.processor[name] = time.process_time() - worked
+        self.processor[name] = time.process_time() - processor_start
 
     @property
     def ratio(self) -> float:
-        """The time of both workers in that of one."""
+        """Time of two workers, divided by that of one."""
         return self.times["both"][-1] / self.times["alone"][-1]
 
 
 def made(options: argparse.Namespace) -> GPT:
-    """Make a model whose values are the same in every call."""
+    """Make a model, with the same weights in each call."""
     torch.manual_seed(0)
     model = GPT(GPTShape(d=options.d, layers=options.layers, heads=16, context=256)).eval()
     with torch.no_grad():
@@ -87,7 +90,7 @@ def made(options: argparse.Namespace) -> GPT:
 
 
 def quieten(patience: float) -> None:
-    """Wait for half a second in which nobody works, for so many seconds at most."""
+    """Wait until other programs are quiet for half a second, or until the patience ends."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
         before = machine_load.read_clocks()
@@ -100,13 +103,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--d", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--prompt", type=int, default=16, help="tokens")
+    parser.add_argument("--prompt", type=int, default=16, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--patience", type=float, default=0.0)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the bar is missed")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    # Both workers have the same prompt.
     prompt = torch.randint(
         256, (options.prompt,), generator=torch.Generator().manual_seed(1)
     ).tolist()
@@ -114,59 +118,74 @@ def main() -> None:
         tempfile.TemporaryDirectory() as folder,
         pl.start(mesh="tensor", folder=folder, trace="off", deadline=120 + options.patience) as run,
     ):
-        whole, lone, rounds = made(options) if run.is_first else None, Alone(), list[Round]()
+        # Only the first worker has the whole model.
+        whole, alone, rounds = made(options) if run.is_first else None, Alone(), list[Round]()
         cut = run.prepare(made(options), cut=make_cuts(["tensor"]))
-        for _ in range(options.rounds + 1):  # the first isn't counted
+        for _ in range(options.rounds + 1):  # the first round doesn't count
             if run.is_first:
                 quieten(options.patience)
             run.barrier()
-            one, before, mine = Round(), machine_load.read_clocks(), time.process_time()
+            current_round, clocks_before, processor_start = (
+                Round(),
+                machine_load.read_clocks(),
+                time.process_time(),
+            )
             if whole is not None:
-                one.write(
+                current_round.write(
                     "alone",
-                    lambda: generate_tokens(lone, whole, prompt, options.tokens, Sampling(0)),
-                )  # type: ignore[arg-type]
+                    lambda: generate_tokens(alone, whole, prompt, options.tokens, Sampling(0)),
+                )
             run.barrier()
-            one.write(
+            current_round.write(
                 "both", lambda: generate_tokens(run, cut, prompt, options.tokens, Sampling(0))
             )
-            after = machine_load.read_clocks()
-            ours = float(run.mean(time.process_time() - mine)) * run.size
-            if before is not None and after is not None:
-                one.others = max(0.0, after.busy - before.busy - ours) / (after.now - before.now)
-            rounds.append(one)
+            clocks_after = machine_load.read_clocks()
+            processor_seconds = float(run.mean(time.process_time() - processor_start)) * run.size
+            # The cores were busy for both workers and for other programs. Only the others disturb.
+            if clocks_before is not None and clocks_after is not None:
+                current_round.others = max(
+                    0.0, clocks_after.busy - clocks_before.busy - processor_seconds
+                ) / (clocks_after.now - clocks_before.now)
+            rounds.append(current_round)
         if run.is_first and report(rounds[1:], options.tokens) > BAR and options.check:
             raise SystemExit(1)
 
 
 def report(rounds: Sequence[Round], tokens: int) -> float:
-    """Print medians, and return the median of ratios. Raises `RuntimeError` where tokens differ."""
-    if len({tuple(text) for one in rounds for text in one.texts.values()}) > 1:
-        raise RuntimeError(f"tokens differ: {[one.texts for one in rounds]}")
-    quiet = [one for one in rounds if one.others <= QUIET]
+    """Print medians, and return the median ratio.
+
+    Raises `RuntimeError` if the tokens of the variants differ. `tokens` is the number of tokens.
+    """
+    if len({tuple(text) for item in rounds for text in item.texts.values()}) > 1:
+        raise RuntimeError(f"tokens differ: {[item.texts for item in rounds]}")
+    quiet = [item for item in rounds if item.others <= QUIET]
+    # If no round is quiet, all of them count, and the output says so.
     counted = quiet or rounds
     for name in ("alone", "both"):
         answer, first = (
-            statistics.median(one.times[name][at] for one in counted) * 1e3 for at in (-1, 0)
+            statistics.median(item.times[name][index] for item in counted) * 1e3
+            for index in (-1, 0)
         )
         print(
             f"{name:6} answer {answer:8.1f} ms, prompt {first:8.1f} ms, each further token "
             f"{(answer - first) / (tokens - 1):7.2f} ms"
         )
-    ratios = sorted(one.ratio for one in counted)
-    which = (
+    ratios = sorted(item.ratio for item in counted)
+    basis = (
         f"{len(quiet)} of {len(rounds)} rounds"
         if quiet
         else f"{len(rounds)} rounds, all of them disturbed by other programs"
     )
-    middle = statistics.median(ratios)
+    median_ratio = statistics.median(ratios)
     print(
-        f"two workers take {middle:.3f} of the time of one ({ratios[0]:.3f} to {ratios[-1]:.3f}; "
-        f"{which}), at most {BAR}"
+        f"two workers take {median_ratio:.3f} of the time of one "
+        f"({ratios[0]:.3f} to {ratios[-1]:.3f}; {basis}), bar: at most {BAR}"
     )
-    work = statistics.median(one.processor["both"] / one.processor["alone"] for one in counted)
-    print(f"the first worker's processor works for {work:.3f} of what it does alone", flush=True)
-    return middle
+    work = statistics.median(item.processor["both"] / item.processor["alone"] for item in counted)
+    print(
+        f"the first worker needs {work:.3f} of the processor time that it needs alone", flush=True
+    )
+    return median_ratio
 
 
 if __name__ == "__main__":

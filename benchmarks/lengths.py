@@ -1,18 +1,20 @@
-"""Samples of 32 to 512 tokens, drawn evenly, dealt by count and by cost: which part of the workers'
-own speeds is left.
+"""Compares samples of unequal length, dealt by count and dealt by cost.
+
+Samples have 32 to 512 tokens, evenly distributed. The result is the part of the workers' own speeds
+that is left.
 
     python benchmarks/lengths.py [--quick] [--check]
 
 Eight hosts of a lab have one worker and a fifth of a core each, and four samples of each batch of
 32. The model takes each sample by itself, so its work is linear in tokens, and nothing is padded.
-It goes through its layers several times: the exchange between eight hosts that have so little of a
-processor is then small beside its work. The ideal is all tokens by the sum of the workers' own
-speeds, which are measured in the same run: samples one by one, by a copy of the model that
+It passes through its layers several times. So the exchange between eight slow hosts is small beside
+the work. The ideal time is the number of tokens, divided by the sum of the workers' own speeds. A
+worker's own speed is measured in the same run: samples one by one, by a copy of the model that
 exchanges nothing. Epochs of all ways take turns.
 
-`padded` is a second case without a bar: each worker's samples as one batch, padded to the longest,
-and `cost=pl.padded(len)`. What is padded is work as well, so no way of dealing comes near the
-ideal.
+`padded` is a second case without a bar: the samples of a worker are one batch, padded to the
+longest, with `cost=pl.padded(len)`. Padding is work as well, so no way of dealing comes near the
+ideal time.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ WARMUP = 1
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A worker of the lab: measure all rounds, and leave the seconds in the folder."""
+    """Run a worker of the lab: measure all rounds, and write the seconds into the folder."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -49,6 +51,7 @@ def serve(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     count = options.steps * WORKERS * EACH
+    # The same lengths on all workers.
     lengths = torch.randint(
         SHORTEST, LONGEST + 1, (count,), generator=torch.Generator().manual_seed(1)
     ).tolist()
@@ -103,29 +106,31 @@ def serve(options: argparse.Namespace) -> None:
             for name, by_cost in WAYS.items()
         }
         for _ in range(options.rounds + WARMUP):
-            for name, dealt in loaders.items():
-                taken, alone = [], []
-                for batch in dealt:
+            for name, loader_of_way in loaders.items():
+                step_seconds, alone_steps = [], []
+                for batch in loader_of_way:
                     run.barrier()
-                    began = time.perf_counter()
+                    start = time.perf_counter()
                     loss(model, batch, padded=options.case == "padded").backward()
                     optimizer.step()
                     optimizer.zero_grad()
                     run.barrier()
-                    taken.append(time.perf_counter() - began)
-                    began = time.perf_counter()
+                    step_seconds.append(time.perf_counter() - start)
+                    start = time.perf_counter()
+                    # Then the same samples alone, for the worker's own speed.
                     loss(plain, batch, padded=False).backward()
-                    alone.append([float(sum(map(len, batch))), time.perf_counter() - began])
-                seconds[name].append(taken)
-                ideal[name].append(alone)
+                    alone_steps.append([float(sum(map(len, batch))), time.perf_counter() - start])
+                seconds[name].append(step_seconds)
+                ideal[name].append(alone_steps)
     (options.serve / f"{run.rank}.json").write_text(
         json.dumps({"seconds": seconds, "ideal": ideal})
     )
 
 
 def measure(options: argparse.Namespace, case: str) -> dict[str, list[tuple[float, float]]]:
-    """For each way and round the seconds of a step in the mean, and what they would be if nobody
-    waited.
+    """Measure all ways in one case.
+
+    Returns, for each way and round, the mean seconds of a step, and the ideal ones without waits.
     """
     from paceline import lab
 
@@ -145,37 +150,43 @@ def measure(options: argparse.Namespace, case: str) -> dict[str, list[tuple[floa
         if outcome.code != 0:
             raise SystemExit(outcome.output)
         ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(WORKERS)]
+    # Own speeds are means over all rounds, as they don't depend on the way.
     speeds = [
-        _speed([turn for rounds in rank["ideal"].values() for one in rounds for turn in one])
+        _speed([step for rounds in rank["ideal"].values() for steps in rounds for step in steps])
         for rank in ranks
     ]
-    found: dict[str, list[tuple[float, float]]] = {}
+    seconds_by_way: dict[str, list[tuple[float, float]]] = {}
     for name in WAYS:
         rows = []
-        for number in range(WARMUP, options.rounds + WARMUP):
-            tokens = [sum(turn[0] for turn in rank["ideal"][name][number]) for rank in ranks]
-            taken = statistics.mean(
+        for round_number in range(WARMUP, options.rounds + WARMUP):
+            tokens = [sum(step[0] for step in rank["ideal"][name][round_number]) for rank in ranks]
+            # A step takes as long as on the slowest worker.
+            step_seconds = statistics.mean(
                 max(step)
-                for step in zip(*(rank["seconds"][name][number] for rank in ranks), strict=True)
+                for step in zip(
+                    *(rank["seconds"][name][round_number] for rank in ranks), strict=True
+                )
             )
-            rows.append((taken, sum(tokens) / options.steps / sum(speeds)))
-        found[name] = rows
-    return found
+            rows.append((step_seconds, sum(tokens) / options.steps / sum(speeds)))
+        seconds_by_way[name] = rows
+    return seconds_by_way
 
 
-def _speed(turns: Sequence[Sequence[float]]) -> float:
-    """Return the tokens that a worker makes in a second by itself."""
-    return sum(tokens for tokens, _ in turns) / sum(seconds for _, seconds in turns)
+def _speed(steps: Sequence[Sequence[float]]) -> float:
+    """Compute the number of tokens that a worker trains by itself in a second."""
+    return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__ or "", "lengths", rounds=5)
-    parser.add_argument("--steps", type=int, default=12, help="of a round (default %(default)s)")
     parser.add_argument(
-        "--quick", action="store_true", help="two rounds of four steps, to see that it runs"
+        "--steps", type=int, default=12, help="steps of a round (default %(default)s)"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="two rounds of four steps, to check that it runs"
     )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--case", choices=CASES, help="one case alone")
+    parser.add_argument("--case", choices=CASES, help="only this case")
     options = parser.parse_args(words)
     if options.quick:
         options.rounds, options.steps = 2, 4
@@ -188,17 +199,19 @@ def main(words: Sequence[str] | None = None) -> None:
         samples = measure(options, case)
         raw[case] = samples
         for name, pairs in samples.items():
-            left = bootstrap(float, [ideal / taken for taken, ideal in pairs])
+            speed_left = bootstrap(
+                float, [ideal_seconds / step_seconds for step_seconds, ideal_seconds in pairs]
+            )
             medians = {
-                "step": statistics.median(taken for taken, _ in pairs),
-                "ideal": statistics.median(ideal for _, ideal in pairs),
+                "step": statistics.median(step_seconds for step_seconds, _ in pairs),
+                "ideal": statistics.median(ideal_seconds for _, ideal_seconds in pairs),
             }
             rows.append(
                 Row(
                     f"{case}, {name}",
                     medians,
                     "ideal / step",
-                    left,
+                    speed_left,
                     **(BARS[name] if case == CASES[0] else {}),
                 )
             )

@@ -1,8 +1,7 @@
-"""Steps of one worker on a GPU against those of the plain loop: what paceline adds where there is
-nothing to exchange.
+"""Compares the steps of one worker on a GPU with those of the plain loop.
 
-Both train models of their own that begin equal, in one process, and take turns round by round. At
-the end their weights must be equal.
+It shows the cost of paceline if there is nothing to exchange. Both train models of their own that
+begin equal, in one process, and take turns. At the end their weights have to be equal.
 
     python benchmarks/one_gpu.py [--device cuda] [--rounds 11]
 """
@@ -26,7 +25,14 @@ Build = Callable[[], tuple[nn.Module, Tensor]]
 
 
 class Case(NamedTuple):
-    """A model with its input, its loss, the optimizer, and the steps of a round."""
+    """A model to train.
+
+    Attributes:
+        build: Makes the model and its input.
+        loss: Function of the model and the input.
+        optimizer: Makes an optimizer of parameters.
+        steps: Steps of a round.
+    """
 
     build: Build
     loss: Callable[[nn.Module, Tensor], Tensor]
@@ -35,14 +41,14 @@ class Case(NamedTuple):
 
 
 class Chain(nn.Sequential):
-    """A thousand tiny parameters, one after the other."""
+    """A thousand tiny layers, one after the other."""
 
     def __init__(self) -> None:
         super().__init__(*(nn.Linear(8, 8, bias=False) for _ in range(1000)))
 
 
 class Digits(nn.Sequential):
-    """A small CNN with batch statistics."""
+    """A small CNN with batch norm."""
 
     def __init__(self) -> None:
         first = (nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
@@ -91,33 +97,54 @@ def made(case: Case, device: torch.device) -> tuple[nn.Module, torch.optim.Optim
 
 
 def seconds(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> float:
-    """Return how long a step takes, over a round of them."""
-    wait = torch.cuda.synchronize if x.is_cuda else lambda: None
-    wait()
-    began = time.perf_counter()
+    """Measure the mean seconds of a step, over a round.
+
+    Args:
+        case: The case.
+        model: Its model.
+        optimizer: Its optimizer.
+        x: Its input.
+    """
+    wait_for_device = torch.cuda.synchronize if x.is_cuda else lambda: None
+    # Work on a GPU is queued. It has to end before the clock is read.
+    wait_for_device()
+    start = time.perf_counter()
     for _ in range(case.steps):
         case.loss(model, x).backward()
         optimizer.step()
         optimizer.zero_grad()
-    wait()
-    return (time.perf_counter() - began) / case.steps
+    wait_for_device()
+    return (time.perf_counter() - start) / case.steps
 
 
 def measure(case: Case, device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Measure steps with paceline and with the plain loop, in turn.
+
+    Args:
+        case: The case.
+        device: Device of the models.
+        rounds: Number of rounds.
+
+    Returns:
+        Seconds of a step in each round, by variant.
+    """
     with (
         tempfile.TemporaryDirectory() as folder,
         pl.start(folder=folder, device=str(device)) as run,
     ):
         plain, (model, optimizer, x) = made(case, device), made(case, device)
         ours = (*run.prepare(model, optimizer), x)
-        found = interleave(
+        samples = interleave(
             {"plain": lambda: seconds(case, *plain), "paceline": lambda: seconds(case, *ours)},
             rounds,
         )
-        for one, other in zip(plain[0].parameters(), ours[0].parameters(), strict=True):
-            if not torch.allclose(one, other, rtol=1e-2, atol=1e-4):
-                raise RuntimeError("the weights of both are not equal")
-    return found
+        # Sums on a GPU may round differently, so weights are close and not equal.
+        for plain_parameter, parameter in zip(
+            plain[0].parameters(), ours[0].parameters(), strict=True
+        ):
+            if not torch.allclose(plain_parameter, parameter, rtol=1e-2, atol=1e-4):
+                raise RuntimeError("the weights of paceline and the plain loop differ")
+    return samples
 
 
 def main() -> None:
@@ -125,22 +152,25 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
-        sys.exit("there is no GPU here; --device cpu measures the same on the processor")
+        sys.exit("there is no GPU: give --device cpu to measure on the processor")
     rows, raw = [], {}
     for name, case in CASES.items():
-        raw[name] = found = measure(case, torch.device(options.device), options.rounds)
-        medians = {variant: sorted(taken)[len(taken) // 2] for variant, taken in found.items()}
+        raw[name] = samples = measure(case, torch.device(options.device), options.rounds)
+        medians = {
+            variant: sorted(step_seconds)[len(step_seconds) // 2]
+            for variant, step_seconds in samples.items()
+        }
         rows.append(
             Row(
                 name,
                 medians,
                 "paceline / plain",
-                ratio(found["paceline"], found["plain"]),
+                ratio(samples["paceline"], samples["plain"]),
                 most=1.02,
             )
         )
-    held = report("one_gpu", rows, options, raw)
-    sys.exit(0 if held or not options.check else 1)
+    are_bars_kept = report("one_gpu", rows, options, raw)
+    sys.exit(0 if are_bars_kept or not options.check else 1)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The Open MPI peer of allreduce.py: run by mpirun, in an environment with numpy and mpi4py but
-without torch.
+"""The Open MPI peer of allreduce.py.
+
+mpirun starts it in an environment that has numpy and mpi4py, but no torch.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from mpi4py import MPI
 
 
 class Peer:
-    """Reduces the rows of its memory in place, as the others do."""
+    """A worker. It reduces the rows of its memory in place, as the other peers do."""
 
     def __init__(self) -> None:
-        self.everybody = MPI.COMM_WORLD
-        self.memory = self.mine = self.sum = np.zeros(0, np.float32)
+        self.all_workers = MPI.COMM_WORLD
+        self.memory = self.own_data = self.sum = np.zeros(0, np.float32)
 
     def handle(self, message: Message) -> Message:
         return (
@@ -26,22 +27,25 @@ class Peer:
         )
 
     def prepare(self, count: int, rows: int) -> Message:
-        """Data that differ from rank to rank, whole numbers so that sums are exact in any order."""
+        """Make data and memory for tensors of `count` values, `rows` in a batch.
+
+        The data differ between ranks. They are whole numbers, so sums are exact in any order.
+        """
         parts = [
-            np.random.default_rng(r).integers(-1000, 1000, count).astype(np.float32)
-            for r in range(self.everybody.size)
+            np.random.default_rng(rank).integers(-1000, 1000, count).astype(np.float32)
+            for rank in range(self.all_workers.size)
         ]
-        self.mine, self.sum = parts[self.everybody.rank], np.sum(parts, axis=0)
+        self.own_data, self.sum = parts[self.all_workers.rank], np.sum(parts, axis=0)
         self.memory = np.empty((rows, count), np.float32)
         return {}
 
     def measure(self) -> Message:
-        """Seconds per all-reduce of one batch, and whether all of its results are right."""
-        self.memory[:] = self.mine
-        self.everybody.Barrier()
+        """Reduce a batch. Returns the seconds of an all-reduce, and whether all sums are right."""
+        self.memory[:] = self.own_data
+        self.all_workers.Barrier()
         start = time.perf_counter()
         for row in self.memory:
-            self.everybody.Allreduce(MPI.IN_PLACE, row)
+            self.all_workers.Allreduce(MPI.IN_PLACE, row)
         seconds = (time.perf_counter() - start) / len(self.memory)
         return {"seconds": seconds, "right": bool((self.memory == self.sum).all())}
 

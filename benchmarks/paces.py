@@ -1,15 +1,15 @@
-"""What is left of the speed of workers when they wait for each other: the paces of a parameter
-server, with workers that are slow.
+"""Measures the speed of a parameter server whose workers are sometimes slow.
 
     python benchmarks/paces.py [--workers 4 --turns 150 --milliseconds 60 --repeats 1 --rows 0]
 
-A turn of a worker takes so many milliseconds (it sleeps, so that the processors of this machine
-don't count). Two cases: each worker is slowed five times in a random tenth of its turns; and the
-last worker is four times slower all the time. What is shown is the samples that came to count in a
-second, by the sum of the workers' own speeds, each measured in the same run without its waits and
-exchanges: a worker that never waits has 1. With backup workers, in the second case, by the sum of
-the quick ones. With `--rows` the model has a sparse table of so many, of which each sample uses
-eight.
+A turn of a worker takes `--milliseconds`. The worker sleeps, so the processors of this machine
+don't matter. There are two cases: each worker is five times slower in a random tenth of its turns,
+or the last worker is four times slower all the time.
+
+The result is the number of samples a second that were used, divided by the sum of the workers' own
+speeds. These are measured in the same run, without waits and exchanges: a worker that never waits
+has 1. With a backup worker, in the second case, the slow worker is left out of the sum. With
+`--rows` the model has a sparse table with this number of rows, and each sample uses eight of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
 
-SHARE = 4  # samples of a turn
+SHARE = 4  # samples in a turn
 CASES = {
     "now and then": "each 5 times slower in a tenth of its turns",
     "one": "the last 4 times slower, all the time",
@@ -46,17 +46,24 @@ PACES = {
 
 
 def sleeps(case: str, rank: int, size: int, base: float) -> Any:
-    """How long each turn takes."""
-    chance = random.Random(rank)
+    """Yield the seconds of each turn of a worker.
+
+    Args:
+        case: Key of `CASES`.
+        rank: Rank of the worker.
+        size: Number of workers.
+        base: Seconds of a quick turn.
+    """
+    generator = random.Random(rank)
     while True:
         if case == "one":
             yield base * (4 if rank == size - 1 else 1)
         else:
-            yield base * (5 if chance.random() < 0.1 else 1)
+            yield base * (5 if generator.random() < 0.1 else 1)
 
 
 class Model(nn.Module):
-    """A layer, and a sparse table perhaps."""
+    """A layer, and a sparse table if there are rows."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -68,7 +75,16 @@ class Model(nn.Module):
 
 
 def worker(sync: str, case: str, turns: int, base: float, out: str, *, rows: int) -> None:
-    """One of the workers: trains hardly anything, and says how long that took."""
+    """Train on one worker, and write its times to a file.
+
+    Args:
+        sync: Strategy.
+        case: Key of `CASES`.
+        turns: Turns of each worker, if all were equally fast.
+        base: Seconds of a quick turn.
+        out: Folder for the file.
+        rows: Rows of the sparse table. 0: no table.
+    """
     torch.set_num_threads(1)
     with pl.start(sync, folder=out) as run:
         model, count = Model(rows), turns * run.size * SHARE
@@ -77,30 +93,37 @@ def worker(sync: str, case: str, turns: int, base: float, out: str, *, rows: int
         )
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
         model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, SHARE * run.size))
-        pauses, busy, mine = sleeps(case, run.rank, run.size, base), 0.0, 0
+        pauses, busy_seconds, samples = sleeps(case, run.rank, run.size, base), 0.0, 0
         run.barrier()
-        began = time.time()
+        start = time.time()
         for x, y, ids in loader:
-            pulled = None if model.table is None else model.table(ids)
-            started = time.perf_counter()
+            # The wait for rows of the table is not part of the worker's own time.
+            table_rows = None if model.table is None else model.table(ids)
+            turn_start = time.perf_counter()
             time.sleep(next(pauses))
-            loss = ((model(x, pulled) - y) ** 2).mean()
+            loss = ((model(x, table_rows) - y) ** 2).mean()
             loss.backward()
-            busy += time.perf_counter() - started
-            mine += len(x)
+            busy_seconds += time.perf_counter() - turn_start
+            samples += len(x)
             optimizer.step()
             optimizer.zero_grad()
-        ended = time.time()
+        end = time.time()
         run.barrier()
     Path(out, f"{run.rank}.json").write_text(
-        json.dumps({"began": began, "ended": ended, "busy": busy, "samples": mine})
+        json.dumps({"began": start, "ended": end, "busy": busy_seconds, "samples": samples})
     )
 
 
 def measure(pace: str, case: str, options: argparse.Namespace) -> float:
-    """The part of the workers' own speeds that is left."""
+    """Measure one pace in one case, and return the part of the speeds that is left.
+
+    Args:
+        pace: Key of `PACES`.
+        case: Key of `CASES`.
+        options: Arguments of the benchmark.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        asked = [
+        worker_arguments = [
             PACES[pace],
             case,
             str(options.turns),
@@ -117,18 +140,22 @@ def measure(pace: str, case: str, options: argparse.Namespace) -> float:
             str(options.workers),
             __file__,
             "--worker",
-            *asked,
+            *worker_arguments,
         ]
         subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-        found = [
+        reports = [
             json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(options.workers)
         ]
         summary = json.loads(next(Path(folder).glob("*/summary.json")).read_text())
+    # Samples of gradients that came too late did not count.
     dropped = summary["servers"][0]["dropped"]["samples"]
-    seconds = max(one["ended"] for one in found) - min(one["began"] for one in found)
-    counted = found[:-1] if "backup" in pace and case == "one" else found
-    own = sum(one["samples"] / one["busy"] for one in counted)
-    return float((sum(one["samples"] for one in found) - dropped) / seconds / own)
+    seconds = max(report["ended"] for report in reports) - min(
+        report["began"] for report in reports
+    )
+    # A backup worker lets the others go on without the slow one.
+    counted = reports[:-1] if "backup" in pace and case == "one" else reports
+    own_speed = sum(report["samples"] / report["busy"] for report in counted)
+    return float((sum(report["samples"] for report in reports) - dropped) / seconds / own_speed)
 
 
 def main() -> None:
@@ -137,11 +164,13 @@ def main() -> None:
     )
     parser.add_argument("--worker", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=150, help="of each worker, if all were equal")
-    parser.add_argument("--milliseconds", type=float, default=60.0, help="of a turn")
+    parser.add_argument(
+        "--turns", type=int, default=150, help="turns of each worker, if all were equally fast"
+    )
+    parser.add_argument("--milliseconds", type=float, default=60.0, help="time of a turn")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--rows", type=int, default=0, help="of a sparse table; 0: none")
-    parser.add_argument("--json", type=Path, help="write results here")
+    parser.add_argument("--rows", type=int, default=0, help="rows of a sparse table (0: no table)")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     if options.worker:
         sync, case, turns, base, rows, out = options.worker

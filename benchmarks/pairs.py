@@ -1,9 +1,8 @@
-"""Messages of float32 tensors between two processes of one host: paceline's pairs against isend and
-irecv of Gloo.
+"""Measures messages of float32 tensors between two processes of a host, against Gloo.
 
-Gloo is given every shape beforehand, and receives into tensors that are there already; paceline's
+Gloo's isend and irecv know each shape beforehand, and receive into existing tensors. paceline's
 receiver learns the shape from each message, and gets new tensors. Each sample is a batch of one
-pattern, in rounds that alternate; what arrives is compared with what was sent.
+pattern. Variants take turns, and received tensors are compared with the sent ones.
 
     round trip   a tensor goes to the other process and comes back
     stream       8 tensors go one way, one after the other, and an answer of 4 bytes comes back
@@ -27,13 +26,13 @@ from harness import Crew, Message, Row, arguments, interleave, ratio, report, se
 HERE = Path(__file__).resolve().parent
 SIZES = {"64K": 64 << 10, "1M": 1 << 20, "4M": 4 << 20}
 PATTERNS = ("round trip", "stream")
-STREAM = 8  # tensors
-TOUCHED = 16 << 20  # bytes sent between two looks at the clock, at least
-BARS = {"shared memory": 1.0, "TCP": None}  # how many times as fast as Gloo, at least
+STREAM = 8  # tensors in a stream
+TOUCHED = 16 << 20  # fewest bytes that are sent between two readings of the clock
+BARS = {"shared memory": 1.0, "TCP": None}  # lowest ratios to Gloo
 
 
 class Peer:
-    """The worker's side: a way to send and a way to receive, for each variant."""
+    """One of the two processes. It can send and receive with each variant."""
 
     def __init__(self, rank: int) -> None:
         import torch
@@ -45,7 +44,7 @@ class Peer:
         self.count = 0
 
     def join(self, folder: str) -> None:
-        """Meet the other for Gloo, and for both ways of paceline."""
+        """Connect with the other process, by Gloo and by both ways of paceline."""
         from paceline.cluster.store import Store
         from paceline.comm.native.torch_group import TorchGroup
         from paceline.comm.pairs import connect_pairs
@@ -65,15 +64,15 @@ class Peer:
         )
 
     def prepare(self, nbytes: int) -> Message:
-        """Data that differ between tensors, and memory that Gloo receives into."""
+        """Make tensors with different values, and memory for Gloo to receive into."""
         torch = self.torch
-        self.data = [torch.full((nbytes // 4,), float(number + 1)) for number in range(STREAM)]
+        self.data = [torch.full((nbytes // 4,), float(index + 1)) for index in range(STREAM)]
         self.room = [torch.zeros(nbytes // 4) for _ in range(STREAM)]
         self.note = torch.zeros(1)
         return {}
 
     def send(self, variant: str, x: Any) -> Any:
-        """Begin to send a tensor."""
+        """Begin to send a tensor. Returns an object to wait on."""
         return (
             self.dist.isend(x, self.other)
             if variant == "gloo"
@@ -81,76 +80,97 @@ class Peer:
         )
 
     def receive(self, variant: str, room: Any) -> Callable[[], Any]:
-        """Begin to receive a tensor; what is returned waits for it."""
+        """Begin to receive a tensor. Returns a function that waits for it."""
         if variant != "gloo":
             work = self.pairs[variant].receive(self.other, 0)
             return lambda: work.wait().tensors[0]
-        asked = self.dist.irecv(room, self.other)
+        request = self.dist.irecv(room, self.other)
 
         def wait() -> Any:
-            asked.wait()
+            request.wait()
             return room
 
         return wait
 
     def round_trip(self, variant: str) -> list[Any]:
-        waiting = self.receive(variant, self.room[0])
+        wait = self.receive(variant, self.room[0])
         if self.rank == 0:
             sent = self.send(variant, self.data[0])
-            found = waiting()
+            received = wait()
         else:
-            found = waiting()
-            sent = self.send(variant, found)
+            received = wait()
+            sent = self.send(variant, received)
         sent.wait()
-        return [found]
+        return [received]
 
     def stream(self, variant: str) -> list[Any]:
         if self.rank == 0:
             answer = self.receive(variant, self.note)
-            for sent in [self.send(variant, x) for x in self.data]:
-                sent.wait()
+            # All messages are begun before the first one is waited for.
+            for sending in [self.send(variant, x) for x in self.data]:
+                sending.wait()
             answer()
             return []
-        found = [wait() for wait in [self.receive(variant, room) for room in self.room]]
+        received = [wait() for wait in [self.receive(variant, room) for room in self.room]]
         self.send(variant, self.note).wait()
-        return found
+        return received
 
     def measure(self, variant: str, pattern: str, batch: int) -> Message:
-        """Seconds of each repetition of a pattern, and whether the last one brought what was
-        sent.
+        """Repeat a pattern.
+
+        Args:
+            variant: Name of the variant.
+            pattern: Name of the pattern.
+            batch: Number of repetitions.
+
+        Returns:
+            The seconds of a repetition, and whether the last one was received correctly.
         """
         act = self.round_trip if pattern == "round trip" else self.stream
+        # Old values must not pass as received ones.
         for room in self.room:
             room.zero_()
         self.dist.barrier()
         start = time.perf_counter()
         for _ in range(batch):
-            found = act(variant)
+            received = act(variant)
         seconds = (time.perf_counter() - start) / batch
         return {
             "seconds": seconds,
-            "right": all(self.torch.equal(x, y) for x, y in zip(found, self.data, strict=False)),
+            "right": all(
+                self.torch.equal(tensor, expected)
+                for tensor, expected in zip(received, self.data, strict=False)
+            ),
         }
 
     def handle(self, message: Message) -> Message:
-        """Do what the coordinator asks."""
+        """Answer a message of the coordinator."""
         return self.measure(**message) if "variant" in message else self.prepare(message["nbytes"])
 
 
 def asking(crew: Crew, variant: str, pattern: str, batch: int) -> Callable[[], float]:
-    """One batch: the seconds of the slower process."""
+    """Make a function that repeats a pattern, and returns the seconds of the slower process.
+
+    Args:
+        crew: The two processes.
+        variant: Name of the variant.
+        pattern: Name of the pattern.
+        batch: Number of repetitions.
+    """
 
     def run() -> float:
         answers = crew.ask(variant=variant, pattern=pattern, batch=batch)
         if not all(answer["right"] for answer in answers):
-            raise RuntimeError(f"{variant} brought something else than was sent ({pattern})")
+            raise RuntimeError(
+                f"{variant}: a received tensor differs from the sent one ({pattern})"
+            )
         return max(answer["seconds"] for answer in answers)
 
     return run
 
 
 def compare(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
-    """The rows, and every sample."""
+    """Measure all sizes and patterns. Returns the rows of the table, and all samples."""
     rows, raw = [], {}
     with tempfile.TemporaryDirectory() as folder:
         worker = [sys.executable, str(HERE / "pairs.py"), "--serve", folder, "--rank"]
@@ -158,6 +178,7 @@ def compare(options: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
             for size in options.sizes:
                 crew.ask(nbytes=SIZES[size])
                 for pattern in PATTERNS:
+                    # Small messages are repeated more often in a batch.
                     batch = max(
                         4, TOUCHED // (SIZES[size] * (STREAM if pattern == "stream" else 2))
                     )
@@ -199,8 +220,8 @@ def main() -> None:
         serve(options.rank, peer.handle)
         return
     rows, raw = compare(options)
-    held = report("pairs", rows, options, raw)
-    sys.exit(0 if held or not options.check else 1)
+    are_bars_kept = report("pairs", rows, options, raw)
+    sys.exit(0 if are_bars_kept or not options.check else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Generated parts of docs/results.md: a benchmark replaces its own part, between two marks."""
+"""Writes generated parts of docs/results.md. Each benchmark replaces its own part."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PAGE = "results.md"
 
 
 def write_part(docs: Path, name: str, command: str, text: str) -> Path:
-    """Replace a part of the page of results; a page or a part that isn't there yet is made.
+    """Replace a part of the page of results. A missing page or part is made.
 
     Args:
-        docs: the folder of the page.
-        name: of the part, as its marks have it.
-        command: what makes the part, as the page tells it.
-        text: the part, in Markdown.
+        docs: Folder of the page.
+        name: Name of the part in its marks.
+        command: Command that makes the part, which the page shows.
+        text: The part, in Markdown.
 
     Returns:
         The path of the page.
@@ -23,8 +23,15 @@ def write_part(docs: Path, name: str, command: str, text: str) -> Path:
     begin = f"<!-- begin {name}: made by `{command}`; changes by hand are lost -->"
     part = f"{begin}\n\n{text.strip()}\n\n<!-- end {name} -->"
     page = docs / PAGE
-    old = page.read_text() if page.exists() else "# Results\n"
-    marked = re.compile(rf"^<!-- begin {name}:.*?^<!-- end {name} -->$", re.MULTILINE | re.DOTALL)
-    new = marked.sub(lambda _: part, old) if marked.search(old) else f"{old.rstrip()}\n\n{part}\n"
-    page.write_text(new)
+    old_text = page.read_text() if page.exists() else "# Results\n"
+    marked_part = re.compile(
+        rf"^<!-- begin {name}:.*?^<!-- end {name} -->$", re.MULTILINE | re.DOTALL
+    )
+    # A function as replacement, because backslashes in `part` would be read as escapes.
+    new_text = (
+        marked_part.sub(lambda _: part, old_text)
+        if marked_part.search(old_text)
+        else f"{old_text.rstrip()}\n\n{part}\n"
+    )
+    page.write_text(new_text)
     return page

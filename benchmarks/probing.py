@@ -1,13 +1,14 @@
-"""What `paceline probe` finds of each cluster that ships, against what the lab has set: bandwidths,
-relative speeds, and shared uplinks.
+"""Checks the results of `paceline probe` on each ready-made cluster of the lab.
+
+Bandwidths, relative speeds and shared uplinks are compared with the settings of the lab.
 
     python benchmarks/probing.py [--clusters racks,unequal] [--rounds 3] [--quick] [--check]
 
-Each round builds each cluster, and measures it. Differences are of medians over rounds, the largest
-of all links and of all workers: bandwidths within 10 % of what TCP carries at the rate of the link
-(its payload is 95.6 % of the wire's), speeds within 5 % of the ratio of quotas, and 20 s for
-measuring. `--check` ends with 1 where a bar is missed. Nothing else may run on the machine
-meanwhile.
+Each round builds and measures each cluster. Differences are those of medians over rounds, the
+largest of all links and of all workers. The bars: bandwidths within 10 % of TCP's payload at the
+rate of the link (95.6 % of the bits on the wire), speeds within 5 % of the ratio of quotas, and a
+measurement within 20 s. `--check` exits with 1 if a bar is missed. Nothing else may run on the
+machine.
 """
 
 from __future__ import annotations
@@ -30,84 +31,121 @@ from paceline.lab.description import Description
 from paceline.lab.hosts import Cluster
 from paceline.unequal.probe.oddities import CROWDED
 
-PAYLOAD = 0.956  # of what is on the wire, as on Ethernet
+PAYLOAD = 0.956  # part of the bits on the wire that are payload, as on Ethernet
 LINK_BAR, SPEED_BAR, SECONDS_BAR = 0.10, 0.05, 20.0
 
 
 class Difference(NamedTuple):
-    """How far one cluster was measured from what it is, as parts, and the seconds that it took."""
+    """Differences between the measurement of a cluster and its settings.
+
+    Attributes:
+        link: Largest relative difference of a bandwidth.
+        speed: Largest relative difference of a speed.
+        seconds: Time of the measurement.
+        shared: Whether exactly the links that share an uplink were found to share one.
+    """
 
     link: float
     speed: float
     seconds: float
-    shared: bool  # whether just those links were seen to share an uplink that do
+    shared: bool
 
 
 def rate_between(cluster: Description, source: int, target: int) -> float:
-    """Return the bytes a second that TCP carries from one host to another."""
+    """Compute the bytes a second that TCP carries from one host to another.
+
+    Args:
+        cluster: The cluster.
+        source: Index of the sending host.
+        target: Index of the receiving host.
+    """
     hosts = cluster.hosts
+    # The slowest part of the way decides: the two hosts, and the uplinks of racks if it leaves one.
     limits = [hosts[source].up, hosts[target].down]
     racks = {name: rack for rack in cluster.racks for name in rack.hosts}
-    one, other = racks.get(hosts[source].name), racks.get(hosts[target].name)
-    if one is not other:
-        limits += [None if one is None else one.up, None if other is None else other.down]
+    source_rack, target_rack = racks.get(hosts[source].name), racks.get(hosts[target].name)
+    if source_rack is not target_rack:
+        limits += [
+            None if source_rack is None else source_rack.up,
+            None if target_rack is None else target_rack.down,
+        ]
     return PAYLOAD / 8 * min(math.inf if limit is None else limit for limit in limits)
 
 
 def speeds(cluster: Description) -> list[float]:
-    """Return the speed of each worker as a part of the fastest, hosts in their order; a worker
-    has one thread.
-    """
-    each = [
+    """Compute the speed of each worker, relative to the fastest. A worker has one thread."""
+    absolute_speeds = [
         min(1.0, (host.processors or math.inf) / host.workers)
         for host in cluster.hosts
         for _ in range(host.workers)
     ]
-    return [speed / max(each) for speed in each]
+    return [speed / max(absolute_speeds) for speed in absolute_speeds]
 
 
 def shares_uplink(cluster: Description, source: int, target: int) -> bool:
-    """Whether a link loses while each host sends to the next but so many: its rack's uplink
-    carries less than its hosts send then.
+    """Tell whether a link slows down while all hosts send at once.
+
+    Each host sends to the host at the same distance. The link slows down if the uplink of its rack
+    carries less than the hosts of the rack send.
+
+    Args:
+        cluster: The cluster.
+        source: Index of the sending host.
+        target: Index of the receiving host.
     """
     count, shift = len(cluster.hosts), (target - source) % len(cluster.hosts)
     racks = {name: index for index, rack in enumerate(cluster.racks) for name in rack.hosts}
-    place = [racks.get(host.name, -1) for host in cluster.hosts]
-    crossing = [
+    rack_by_host = [racks.get(host.name, -1) for host in cluster.hosts]
+    # Hosts of the same rack that send out of it at the same time.
+    senders = [
         host
         for host in range(count)
-        if place[host] != place[(host + shift) % count] and place[host] == place[source]
+        if rack_by_host[host] != rack_by_host[(host + shift) % count]
+        and rack_by_host[host] == rack_by_host[source]
     ]
-    if place[source] == place[target] or place[source] < 0:
+    if rack_by_host[source] == rack_by_host[target] or rack_by_host[source] < 0:
         return False
-    wanted = sum(cluster.hosts[host].up or math.inf for host in crossing)
-    return (cluster.racks[place[source]].up or math.inf) < CROWDED * wanted
+    sent_rate = sum(cluster.hosts[host].up or math.inf for host in senders)
+    return (cluster.racks[rack_by_host[source]].up or math.inf) < CROWDED * sent_rate
 
 
 def difference(
     cluster: Description, found: Sequence[Topology], seconds: Sequence[float]
 ) -> Difference:
-    """Compare the medians of some measurements with what the lab has set."""
-    first, link, shared = found[0], 0.0, True
-    for each in (each for each in first.links if each.source != each.target):
-        links = [
-            one
+    """Compare the medians of some measurements with the settings of the lab.
+
+    Args:
+        cluster: The cluster.
+        found: Measurements.
+        seconds: Time of each measurement.
+    """
+    first_measurement, largest_difference, shared = found[0], 0.0, True
+    for link in (link for link in first_measurement.links if link.source != link.target):
+        measured_links = [
+            measured_link
             for topology in found
-            if (one := topology.find_link(each.source, each.target)) is not None
+            if (measured_link := topology.find_link(link.source, link.target)) is not None
         ]
-        right = rate_between(cluster, each.source, each.target)
-        alone = statistics.median(one.bytes_per_second for one in links)
-        crowded = statistics.median(one.crowded_bytes_per_second for one in links)
-        link = max(link, abs(alone / right - 1))
-        losing = 0 < crowded < CROWDED * alone
-        shared = shared and losing == shares_uplink(cluster, each.source, each.target)
+        rate = rate_between(cluster, link.source, link.target)
+        measured_rate = statistics.median(
+            measured_link.bytes_per_second for measured_link in measured_links
+        )
+        crowded_rate = statistics.median(
+            measured_link.crowded_bytes_per_second for measured_link in measured_links
+        )
+        largest_difference = max(largest_difference, abs(measured_rate / rate - 1))
+        # A link loses if it carries much less while other hosts send, too.
+        is_losing = 0 < crowded_rate < CROWDED * measured_rate
+        shared = shared and is_losing == shares_uplink(cluster, link.source, link.target)
     columns = zip(*(topology.relative_speeds() for topology in found), speeds(cluster), strict=True)
-    speed = max(abs(statistics.median(measured) / right - 1) for *measured, right in columns)
-    return Difference(link, speed, statistics.median(seconds), shared)
+    speed_difference = max(
+        abs(statistics.median(measured) / rate - 1) for *measured, rate in columns
+    )
+    return Difference(largest_difference, speed_difference, statistics.median(seconds), shared)
 
 
 def measure(cluster: Description) -> tuple[Topology, float]:
-    """Build a cluster and measure it; also return the seconds that its workers took for that."""
+    """Build a cluster and measure it. Returns the result, and the seconds of the measurement."""
     with tempfile.TemporaryDirectory() as folder, Cluster(cluster) as built:
         out = Path(folder) / "cluster.json"
         outcome = built.run(
@@ -121,21 +159,21 @@ def measure(cluster: Description) -> tuple[Topology, float]:
 
 
 def line(name: str, found: Difference) -> tuple[str, bool]:
-    """Write the figures of a cluster beside their bars, and whether they keep them."""
-    kept = (
+    """Format the figures of a cluster beside their bars. Also returns whether it keeps them."""
+    is_kept = (
         found.link <= LINK_BAR
         and found.speed <= SPEED_BAR
         and found.seconds <= SECONDS_BAR
         and found.shared
     )
-    seen = "as they are" if found.shared else "NOT as they are"
+    uplinks = "as they are" if found.shared else "NOT as they are"
     text = (
         f"{name:12}  links {found.link:6.1%} off (bar {LINK_BAR:.0%})   speeds {found.speed:6.1%} "
         f"off (bar {SPEED_BAR:.0%})   "
         f"{found.seconds:5.1f} s (bar {SECONDS_BAR:g} s)   shared uplinks "
-        f"{seen}   {'kept' if kept else 'MISSED'}"
+        f"{uplinks}   {'kept' if is_kept else 'MISSED'}"
     )
-    return text, kept
+    return text, is_kept
 
 
 def main() -> None:
@@ -143,28 +181,29 @@ def main() -> None:
     parser.add_argument(
         "--clusters",
         default=",".join(description.list_ready_clusters()),
-        help="names of ready-made clusters",
+        help="names of ready-made clusters, with commas",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--quick", action="store_true", help="one round of two clusters, to see that it runs"
+        "--quick", action="store_true", help="one round of two clusters, to check that it runs"
     )
-    parser.add_argument("--check", action="store_true", help="end with 1 where a bar is missed")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a bar is missed")
     options = parser.parse_args()
     names = ["two-hosts", "unequal"] if options.quick else options.clusters.split(",")
     clusters = [description.ready(name) for name in names]
+    # A lab may need a user namespace.
     kernel.seek_rights()
-    found: dict[str, list[tuple[Topology, float]]] = {name: [] for name in names}
+    measurements: dict[str, list[tuple[Topology, float]]] = {name: [] for name in names}
     for _ in range(1 if options.quick else options.rounds):
         for name, cluster in zip(names, clusters, strict=True):
-            found[name].append(measure(cluster))
-    kept = True
+            measurements[name].append(measure(cluster))
+    are_bars_kept = True
     for name, cluster in zip(names, clusters, strict=True):
-        topologies, seconds = zip(*found[name], strict=True)
-        text, good = line(name, difference(cluster, topologies, seconds))
+        topologies, seconds = zip(*measurements[name], strict=True)
+        text, is_kept = line(name, difference(cluster, topologies, seconds))
         print(text, flush=True)
-        kept = kept and good
-    sys.exit(1 if options.check and not kept else 0)
+        are_bars_kept = are_bars_kept and is_kept
+    sys.exit(1 if options.check and not are_bars_kept else 0)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Push and pull of a parameter server over limited links: through a codec, against none.
+"""Measures push and pull of a parameter server over slow links, with codecs and without.
 
-Two hosts of a lab, a worker and a server on each.
+Two hosts of a lab have a worker and a server each.
 
     python benchmarks/pushing.py [--mb 20 --bandwidth 100mbit 1gbit --rounds 5 --steps 6]
 
-A step here is hardly anything but its exchange: the gradients of a layer of so many MB leave, the
-servers step, and parameters come back; half of both goes over the link, the other half stays on the
-host. Launches of all ways alternate. Shown are the medians of rounds (each the median of its
-steps), and the time without a codec by the time with it, with its 90 % interval.
+A step is little more than its exchange: the gradients of a layer of `--mb` MB leave, the servers
+step, and parameters come back. Half of both goes over the link, the other half stays on the host.
+Launches of all ways take turns. The results are medians of rounds (each the median of its steps),
+and the time without a codec divided by the time with it, with its 90 % interval.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ APART = {
     )
     for name, sync in WAYS.items()
 }
-WARM = 3  # steps: what is told first is told exactly
+WARM = 3  # first steps, which don't count: a codec sends the first values exactly
 
 
 def train(options: argparse.Namespace) -> None:
-    """The script of each worker."""
+    """Train on one worker. The first worker writes the seconds of its steps."""
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
@@ -52,22 +52,29 @@ def train(options: argparse.Namespace) -> None:
         model = nn.Linear(1000, round(options.mb * 1e6 / 4 / 1000), bias=False)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
         model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, 2))
-        took = []
+        step_seconds = []
         for x, _ in loader:
             loss = (model(x) ** 2).mean()
+            # In lockstep workers begin together, so a step has no wait for a late one.
             if not options.apart:
                 run.barrier()
-            began = time.perf_counter()
+            step_start = time.perf_counter()
             loss.backward()
             optimizer.step()
-            took.append(time.perf_counter() - began)
+            step_seconds.append(time.perf_counter() - step_start)
             optimizer.zero_grad()
         if run.rank == 0:
-            Path(options.out, "took.json").write_text(json.dumps(took[WARM:]))
+            Path(options.out, "took.json").write_text(json.dumps(step_seconds[WARM:]))
 
 
 def launch(options: argparse.Namespace, bandwidth: str, way: str) -> float:
-    """Seconds of a step."""
+    """Launch a run, and return the median seconds of a step.
+
+    Args:
+        options: Arguments of the benchmark.
+        bandwidth: Bandwidth of the hosts' links.
+        way: Key of `WAYS` or `APART`.
+    """
     from paceline import lab
 
     with (
@@ -80,14 +87,14 @@ def launch(options: argparse.Namespace, bandwidth: str, way: str) -> float:
             f"--out={out}",
             *(["--apart"] if way in APART else []),
         ]
-        ended = cluster.run(
+        outcome = cluster.run(
             __file__,
             *words,
             sync=(WAYS | APART)[way],
             environ={"OMP_NUM_THREADS": "1"},
             deadline=600,
         )
-        assert ended.code == 0, ended.output
+        assert outcome.code == 0, outcome.output
         return statistics.median(json.loads(Path(out, "took.json").read_text()))
 
 
@@ -95,17 +102,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mb", type=float, default=20.0, help="of the parameters")
-    parser.add_argument("--bandwidth", nargs="*", default=["100mbit", "1gbit"], help="of each host")
+    parser.add_argument("--mb", type=float, default=20.0, help="size of the parameters in MB")
+    parser.add_argument(
+        "--bandwidth", nargs="*", default=["100mbit", "1gbit"], help="bandwidths of each host"
+    )
     parser.add_argument(
         "--ways",
         nargs="*",
         default=list(WAYS),
         choices=[*WAYS, *APART],
-        help="apart: not in lockstep",
+        help="ways to send; those with apart- are not in lockstep",
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=6, help="timed ones of a launch")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of a launch")
     parser.add_argument("--out", default="", help=argparse.SUPPRESS)
     parser.add_argument("--apart", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -113,12 +122,13 @@ def main() -> None:
         train(options)
         return
     for bandwidth in options.bandwidth:
-        found: dict[str, list[float]] = {way: [] for way in options.ways}
-        for number in range(options.rounds):
-            turn = number % len(options.ways)
+        times_by_way: dict[str, list[float]] = {way: [] for way in options.ways}
+        for round_number in range(options.rounds):
+            # The order rotates, so that no way always comes first.
+            turn = round_number % len(options.ways)
             for way in [*options.ways[turn:], *options.ways[:turn]]:
-                found[way].append(launch(options, bandwidth, way))
-        for way, times in found.items():
+                times_by_way[way].append(launch(options, bandwidth, way))
+        for way, times in times_by_way.items():
             row = {
                 "bandwidth": bandwidth,
                 "way": way,
@@ -127,7 +137,11 @@ def main() -> None:
             print(
                 json.dumps(
                     row
-                    | {"ratio": [round(value, 2) for value in ratio(found[options.ways[0]], times)]}
+                    | {
+                        "ratio": [
+                            round(value, 2) for value in ratio(times_by_way[options.ways[0]], times)
+                        ]
+                    }
                 ),
                 flush=True,
             )

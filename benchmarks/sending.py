@@ -1,9 +1,10 @@
-"""Steps of a 19 M GPT on the two hosts of a lab, 2 workers each, with less on the link: codecs and
-local SGD against torch's DDP.
+"""Compares codecs and local SGD with torch's DDP on slow links.
 
-Every launch trains the same model on the same batches, SGD, and its weights are checked against one
-process's (see `peers/checks.py`). Rounds of all variants alternate. The bars are those of 100
-Mbit/s and of 1 Gbit/s.
+A GPT of 19 M parameters trains on the two hosts of a lab, with 2 workers each.
+
+Each launch trains the same model on the same batches with SGD, and its weights are checked against
+those of one process (see `peers/checks.py`). Rounds of all variants take turns. The bars are for
+100 Mbit/s and for 1 Gbit/s.
 
     python benchmarks/sending.py [--bandwidth 100mbit 1gbit] [--ways ddp int8 ...]
 """
@@ -34,8 +35,13 @@ PLACES = {"100mbit": "two-hosts-100m", "1gbit": "two-hosts-1g"}
 
 @dataclass(frozen=True)
 class Way:
-    """paceline with `sync` (None: a peer of the catalogue); timed steps are a multiple of
-    `period`; bars against DDP by bandwidth.
+    """A way to exchange gradients.
+
+    Attributes:
+        sync: Strategy of paceline. None: a peer of the catalogue.
+        check: Name of the check of the weights.
+        period: Number of timed steps is a multiple of it.
+        bars: Lowest ratio to DDP, by bandwidth.
     """
 
     sync: str | None
@@ -44,7 +50,7 @@ class Way:
     bars: tuple[tuple[str, float], ...] = ()
 
     def peer(self, name: str) -> Peer:
-        """How it is launched."""
+        """Make the peer that launches it. `name` is the name of the way."""
         if self.sync is None:
             return PEERS[name]
         return Peer(
@@ -78,63 +84,79 @@ WAYS = {
         bars=(("100mbit", 20.0), ("1gbit", 2.7)),
     ),
 }
-SECONDS = 6.0  # timed, of a launch, roughly: no fewer than one period
+SECONDS = 6.0  # approximate timed seconds of a launch, which has at least one period
 
 
 def measure(
     bandwidth: str, names: Sequence[str], rounds: int, guess: dict[str, float], folder: Path
 ) -> dict[str, list[dict[str, Any]]]:
-    """What the launches of each way gave, round by round."""
+    """Launch each way in each round, in turn.
+
+    Args:
+        bandwidth: Bandwidth of the hosts' links.
+        names: Names of the ways.
+        rounds: Number of rounds.
+        guess: Seconds of a step by way, which are updated.
+        folder: Folder for the records.
+
+    Returns:
+        The records of each way.
+    """
     setting, model = SETTINGS[PLACES[bandwidth]], MODELS[MODEL]
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-    with place(setting) as where:
-        for number in range(rounds):
-            turn = number % len(names)
+    records_by_way: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    with place(setting) as lab_place:
+        for round_number in range(rounds):
+            turn = round_number % len(names)
             for name in [*names[turn:], *names[:turn]]:
                 way = WAYS[name]
+                # As many whole periods as fit into the time, by the last known step.
                 steps = max(1, round(SECONDS / guess.get(name, 1.0) / way.period)) * way.period
-                found[name].append(
-                    _launch(way.peer(name), Cell(setting, model, steps), where, number, folder)
+                records_by_way[name].append(
+                    _launch(
+                        way.peer(name), Cell(setting, model, steps), lab_place, round_number, folder
+                    )
                 )
-                guess[name] = found[name][-1]["step"]
+                guess[name] = records_by_way[name][-1]["step"]
                 print(
                     (
-                        f"{bandwidth}  round {number + 1}  {name}: {guess[name] * 1e3:.1f} ms, "
-                        f"{found[name][-1]['sent'] / 1e6:.2f} MB"
+                        f"{bandwidth}  round {round_number + 1}  {name}: "
+                        f"{guess[name] * 1e3:.1f} ms, "
+                        f"{records_by_way[name][-1]['sent'] / 1e6:.2f} MB"
                     ),
                     flush=True,
                 )
-    return found
+    return records_by_way
 
 
 def _launch(peer: Peer, cell: Cell, where: Place, number: int, folder: Path) -> dict[str, Any]:
     measurement = Measurement([cell], [peer], 1, 0, 2, Records(folder / "sending.jsonl"), say=print)
     record = measurement.round(cell, peer, number, where, measurement.reference(cell))
+    # Wrong weights or a failed launch end the benchmark.
     if record["why"] is not None:
         raise LaunchError(f"{peer.title}: {record['why']}")
     return record
 
 
 def judge(bandwidth: str, found: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """Each of ours against DDP, and against DDP with its fp16 hook."""
+    """Make rows that compare each way with DDP, and with DDP and its fp16 hook."""
     rows = []
     steps = {name: [record["step"] for record in records] for name, records in found.items()}
     for name, records in found.items():
         if WAYS[name].sync is None:
             continue
-        sent = statistics.median(record["sent"] for record in records)
-        for other in ("ddp", "ddp-fp16"):
-            if other not in steps:
+        sent_nbytes = statistics.median(record["sent"] for record in records)
+        for peer in ("ddp", "ddp-fp16"):
+            if peer not in steps:
                 continue
-            bar = dict(WAYS[name].bars).get(bandwidth) if other == "ddp" else None
-            medians = {side: statistics.median(steps[side]) for side in (other, name)}
-            note = f" ({sent / 1e6:.2f} MB a step)" if other == "ddp" else ""
+            bar = dict(WAYS[name].bars).get(bandwidth) if peer == "ddp" else None
+            medians = {side: statistics.median(steps[side]) for side in (peer, name)}
+            note = f" ({sent_nbytes / 1e6:.2f} MB a step)" if peer == "ddp" else ""
             rows.append(
                 Row(
                     f"{bandwidth}, {name}",
                     medians,
-                    f"{other} / {name}",
-                    ratio(steps[other], steps[name]),
+                    f"{peer} / {name}",
+                    ratio(steps[peer], steps[name]),
                     least=bar,
                     note=note,
                 )
@@ -151,17 +173,21 @@ def main(words: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     raw: dict[str, Any] = {}
     for bandwidth in options.bandwidth:
-        slow = bandwidth == "100mbit"
+        is_slow = bandwidth == "100mbit"
+        # First guesses of seconds of a step, for the number of steps of the first launch.
         guess = dict.fromkeys(WAYS, 0.7) | {
-            "ddp": 10.0 if slow else 1.2,
-            "ddp-fp16": 5.0 if slow else 0.8,
-            "exact": 7.0 if slow else 0.8,
+            "ddp": 10.0 if is_slow else 1.2,
+            "ddp-fp16": 5.0 if is_slow else 0.8,
+            "exact": 7.0 if is_slow else 0.8,
         }
-        found = measure(bandwidth, options.ways, options.rounds, guess, options.out.parent)
-        rows += judge(bandwidth, found)
+        records_by_way = measure(bandwidth, options.ways, options.rounds, guess, options.out.parent)
+        rows += judge(bandwidth, records_by_way)
         raw[bandwidth] = {
-            name: [{"step": r["step"], "sent": r["sent"], "away": r["away"]} for r in records]
-            for name, records in found.items()
+            name: [
+                {"step": record["step"], "sent": record["sent"], "away": record["away"]}
+                for record in records
+            ]
+            for name, records in records_by_way.items()
         }
     if not report("sending", rows, options, json.loads(json.dumps(raw))) and options.check:
         sys.exit(1)

@@ -1,13 +1,14 @@
-"""What a parameter server does with large parameters, beside a raw echo of pyzmq: one worker pushes
-gradients and pulls parameters.
+"""Measures a parameter server with large parameters, against a plain echo of pyzmq.
+
+One worker pushes gradients and pulls parameters.
 
     python benchmarks/servers.py [--mb 100 --repeats 15]
 
-Both go through a socket file and through TCP on the loopback, in turns within the same run. The
-echo sends so many MB in one message and gets them back, without a header, a key or a copy of ours.
-`ratio` is the echo's time by ours, at its faster way (0.8: ours takes a quarter longer), with its
-90 % interval; `memory` is the most that the server had beyond what one takes that keeps nearly
-nothing, by parameters, what the optimizer remembers of them, and one update.
+Both go through a socket file and through TCP on the loopback, and take turns in the same run. The
+echo sends `--mb` MB in one message and gets them back, without a header, a key or a copy. `ratio`
+is the time of the echo on its faster way divided by ours, with its 90 % interval: 0.8 means that
+ours takes a quarter longer. `memory` is the highest memory of the server, less that of a server
+with tiny parameters, divided by the size of the parameters and one update.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paceline.servers.protocol.message import Index, call_server, send_request
 from paceline.servers.protocol.parameters import CloseStep, PlanShard, PullUnit, PushGradient
 from paceline.servers.protocol.plans import pack_plan
 
-SECONDS = 60.0
+SECONDS = 60.0  # deadline of a call
 SECRET, JOB = b"0123456789abcdef", "benchmark"
 ECHO = """
 import sys, zmq
@@ -48,7 +49,7 @@ while True:
 
 
 class Echo:
-    """A process that sends back what it gets."""
+    """A process that sends back each message. `where` is the address that it listens at."""
 
     def __init__(self, where: str) -> None:
         self._process = subprocess.Popen(
@@ -59,42 +60,53 @@ class Echo:
         self._socket.connect(self._process.stdout.readline().strip())
 
     def turn(self, x: torch.Tensor) -> float:
-        """Seconds there and back."""
-        began = time.perf_counter()
+        """Send a tensor and receive it again. Returns seconds."""
+        start = time.perf_counter()
         self._socket.send(x.numpy().data, copy=False)
         self._socket.recv(copy=False)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._process.kill()
         self._process.wait()
         self._socket.close(0)
 
 
 class Served:
-    """A server with one large parameter, and its worker."""
+    """A server with one large parameter.
+
+    Args:
+        mb: Size of the parameter in MB.
+        unit_mb: Size in MB of the pieces that are pushed and pulled.
+    """
 
     def __init__(self, mb: float, unit_mb: float) -> None:
         command = [sys.executable, "-P", "-m", "paceline.servers.process.main"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
-        asked = {"job": JOB, "secret": SECRET.hex(), "hosts": ["127.0.0.1"], "parent": os.getpid()}
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        request = {
+            "job": JOB,
+            "secret": SECRET.hex(),
+            "hosts": ["127.0.0.1"],
+            "parent": os.getpid(),
+        }
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
         self.addresses = json.loads(self._process.stdout.readline())
         self.memory = psutil.Process(self._process.pid)
+        # A piece has rows of 1000 values.
         rows = int(unit_mb * 1e6) // 4 // 1000
         shape = BucketShape.of_parameter(torch.empty(rows, 1000, device="meta"))._replace(
             device=torch.device("cpu")
         )
         count = round(mb / unit_mb)
-        found = [
-            RowRange(0, number * rows, (number + 1) * rows, shape, False) for number in range(count)
+        pieces = [
+            RowRange(0, index * rows, (index + 1) * rows, shape, False) for index in range(count)
         ]
         plan = ShardPlan(
-            found,
-            cut_runs([piece.shape for piece in found], range(count), int(unit_mb * 1e6)),
+            pieces,
+            cut_runs([piece.shape for piece in pieces], range(count), int(unit_mb * 1e6)),
             [(0, 0)] * count,
             [("SGD", [{"lr": 0.1}])],
         )
@@ -104,38 +116,39 @@ class Served:
 
     @property
     def resident(self) -> int:
-        """Bytes that it takes."""
+        """Resident memory of the server in bytes."""
         return int(self.memory.memory_info().rss)
 
     def caller(self, address: str, sender: int) -> RpcClient:
-        """A worker that comes this way."""
-        found = RpcClient(address, derive_rpc_keys(SECRET, JOB), sender=sender, who="the server")
-        call_server(found, PlanShard(self._plan), SECONDS)
-        return found
+        """Connect a worker, the one with the number `sender`, at an address of the server."""
+        client = RpcClient(address, derive_rpc_keys(SECRET, JOB), sender=sender, who="the server")
+        call_server(client, PlanShard(self._plan), SECONDS)
+        return client
 
     def turn(self, caller: RpcClient, sender: int) -> float:
-        """Seconds of a step: everything is pushed, applied, and pulled."""
+        """Push all gradients, apply them, and pull all parameters. Returns seconds."""
         self._step += 1
-        began = time.perf_counter()
+        start = time.perf_counter()
+        # All requests are sent before the first reply is waited for, as workers do it.
         pushes = [
-            PushGradient(Index(n), self._step, 0, b"\1", False, False, flat)
-            for n, flat in enumerate(self.units)
+            PushGradient(Index(index), self._step, 0, b"\1", False, False, flat)
+            for index, flat in enumerate(self.units)
         ]
-        for sent in [send_request(caller, push, SECONDS) for push in pushes]:
-            sent.wait_for_reply(SECONDS)
+        for request in [send_request(caller, push, SECONDS) for push in pushes]:
+            request.wait_for_reply(SECONDS)
         call_server(caller, CloseStep(Index(0), self._step, 0, (sender,), 1.0, ()), SECONDS)
-        reads = [
-            send_request(caller, PullUnit(Index(number), self._step, False), SECONDS)
-            for number in range(len(self.units))
+        pulls = [
+            send_request(caller, PullUnit(Index(index), self._step, False), SECONDS)
+            for index in range(len(self.units))
         ]
-        for asked, flat in zip(reads, self.units, strict=True):
-            flat.copy_(asked.wait_for_reply(SECONDS).values[0])
-        took = time.perf_counter() - began
+        for pull, flat in zip(pulls, self.units, strict=True):
+            flat.copy_(pull.wait_for_reply(SECONDS).values[0])
+        seconds = time.perf_counter() - start
         self.most = max(self.most, self.resident)
-        return took
+        return seconds
 
     def close(self) -> None:
-        """End it."""
+        """End the server."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
@@ -150,42 +163,44 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    whole = torch.zeros(int(options.mb * 1e6) // 4)
+    tensor = torch.zeros(int(options.mb * 1e6) // 4)
     with tempfile.TemporaryDirectory(prefix="pl-") as folder:
         echoes = {"ipc": Echo(f"ipc://{Path(folder, 'echo')}"), "tcp": Echo("tcp://127.0.0.1:*")}
-        tiny = Served(1.0, 1.0)  # what a server takes that keeps nearly nothing, after some steps
-        caller = tiny.caller(tiny.addresses[-1], 1)
+        tiny_server = Served(1.0, 1.0)  # for the memory of a server with almost no parameters
+        caller = tiny_server.caller(tiny_server.addresses[-1], 1)
         for _ in range(5):
-            tiny.turn(caller, 1)
-        empty = tiny.most
+            tiny_server.turn(caller, 1)
+        baseline_nbytes = tiny_server.most
         caller.close()
-        tiny.close()
-        served = Served(options.mb, options.unit_mb)
+        tiny_server.close()
+        server = Served(options.mb, options.unit_mb)
         callers = {
-            "tcp": (served.caller(served.addresses[0], 1), 1),
-            "ipc": (served.caller(served.addresses[-1], 2), 2),
+            "tcp": (server.caller(server.addresses[0], 1), 1),
+            "ipc": (server.caller(server.addresses[-1], 2), 2),
         }
         times: dict[str, list[float]] = {}
         for _ in range(options.repeats + 2):
             for way in ("ipc", "tcp"):
-                times.setdefault(f"echo {way}", []).append(echoes[way].turn(whole))
-                times.setdefault(f"served {way}", []).append(served.turn(*callers[way]))
-        times = {name: found[2:] for name, found in times.items()}
+                times.setdefault(f"echo {way}", []).append(echoes[way].turn(tensor))
+                times.setdefault(f"served {way}", []).append(server.turn(*callers[way]))
+        # The first two turns don't count.
+        times = {name: values[2:] for name, values in times.items()}
         for caller, _ in callers.values():
             caller.close()
-        served.close()
+        server.close()
         for echo in echoes.values():
             echo.close()
+    # The echo is taken at its faster way, which makes the bar harder.
     quickest = min(("echo ipc", "echo tcp"), key=lambda name: statistics.median(times[name]))
     ratios = [echo / ours for echo, ours in zip(times[quickest], times["served ipc"], strict=True)]
-    found = bootstrap(lambda median: median, ratios)
+    interval = bootstrap(lambda median: median, ratios)
     medians = {name: round(1e3 * statistics.median(values), 1) for name, values in times.items()}
     print(
         json.dumps(
             {
                 "milliseconds": medians,
-                "ratio": found._asdict(),
-                "memory": round((served.most - empty) / (2 * 1e6 * options.mb), 2),
+                "ratio": interval._asdict(),
+                "memory": round((server.most - baseline_nbytes) / (2 * 1e6 * options.mb), 2),
             }
         )
     )

@@ -1,11 +1,12 @@
-"""A step through the stages of a pipeline, against torch.distributed.pipelining by hand: a GPT of
-19 M parameters, the same samples.
+"""Compares a step of `pl.pipeline` with torch.distributed.pipelining by hand.
+
+The model is a GPT of 19 M parameters on two stages, with the same samples.
 
     paceline run --workers 2 benchmarks/stages.py [--rounds 30] [--schedules 1f1b gpipe zero-bubble]
 
-All variants take steps in turn in the same processes, and their losses have to agree. A step of
-`pl.pipeline` with 1f1b takes at most 1.05 of torch's 1f1b on Gloo, and so does torch's own on the
-backend "paceline".
+Steps of all variants take turns in the same processes, and their losses have to agree. A step of
+`pl.pipeline` with 1f1b takes at most 1.05 of that of torch's 1f1b on Gloo. So does torch's 1f1b on
+the backend "paceline".
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import paceline as pl
 from paceline.apps.gpt import GPT, MEDIUM, GPTShape, next_token_loss
 
-BAR = 1.05  # of torch's step on Gloo, at most
-AWAY = 1e-5  # between losses, relatively
+BAR = 1.05  # highest ratio to torch's step on Gloo
+AWAY = 1e-5  # largest relative difference of losses
 WARMUP = 3
 
-Step = Callable[[Any, Any], float]
+Step = Callable[[Any, Any], float]  # trains on a batch, and returns the loss
 
 
 def model(shape: GPTShape) -> Any:
@@ -38,7 +39,7 @@ def model(shape: GPTShape) -> Any:
 
 
 class Embedding(nn.Module):
-    """The first layers of a GPT, as one has to write them for torch's stages."""
+    """The first layers of a GPT, in the form that torch's stages need."""
 
     def __init__(self, whole: Any, blocks: int) -> None:
         super().__init__()
@@ -49,19 +50,26 @@ class Embedding(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.blocks(
+        out: torch.Tensor = self.blocks(
             self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         )
-        return found
+        return out
 
 
 def by_hand(shape: GPTShape, group: Any, micro_batches: int) -> Step:
-    """Cut a GPT in the middle, as the tutorial of torch.distributed.pipelining does."""
-    whole, rank, half = model(shape), dist.get_rank(), shape.layers // 2
+    """Cut a GPT in the middle, as in the tutorial of torch.distributed.pipelining.
+
+    Args:
+        shape: Sizes of the GPT.
+        group: Both workers. None: the default group.
+        micro_batches: Number of micro-batches.
+    """
+    gpt, rank, middle = model(shape), dist.get_rank(), shape.layers // 2
+    # Rank 0 has the first half of the blocks, rank 1 the rest.
     part = (
-        Embedding(whole, half)
+        Embedding(gpt, middle)
         if rank == 0
-        else nn.Sequential(*whole.blocks[half:], whole.norm, whole.head)
+        else nn.Sequential(*gpt.blocks[middle:], gpt.norm, gpt.head)
     )
     stage = PipelineStage(part, rank, 2, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(stage, micro_batches, loss_fn=next_token_loss)
@@ -76,30 +84,40 @@ def by_hand(shape: GPTShape, group: Any, micro_batches: int) -> Step:
             schedule.step(target=y, losses=losses)
         optimizer.step()
         loss = torch.stack(losses).mean() if losses else torch.zeros(())
-        dist.broadcast(loss, 1, group=group)  # as run.step gives it on all workers
+        dist.broadcast(loss, 1, group=group)  # run.step returns the loss on all workers, too
         return float(loss.detach())
 
     return step
 
 
 def ours(run: Any, shape: GPTShape, schedule: str, micro_batches: int) -> Step:
-    """Cut a GPT in the middle, as paceline does."""
-    made, half = model(shape), shape.layers // 2
-    optimizer = torch.optim.SGD(made.parameters(), lr=1e-3)
-    two = (
-        {} if schedule in ("zbv", "interleaved") else {"split": [2 + half, shape.layers - half + 2]}
+    """Cut a GPT in the middle with paceline.
+
+    Args:
+        run: The run.
+        shape: Sizes of the GPT.
+        schedule: Name of the schedule.
+        micro_batches: Number of micro-batches.
+    """
+    gpt, middle = model(shape), shape.layers // 2
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=1e-3)
+    # These schedules have several stages on each worker, so their split is not in the middle.
+    split_option = (
+        {}
+        if schedule in ("zbv", "interleaved")
+        else {"split": [2 + middle, shape.layers - middle + 2]}
     )
     cut = pl.pipeline(
         "tokens, positions, blocks.*, norm, head",
         schedule=schedule,
         micro_batches=micro_batches,
-        **two,
+        **split_option,
     )
-    made, optimizer = run.prepare(made, optimizer, cut=cut)
+    gpt, optimizer = run.prepare(gpt, optimizer, cut=cut)
 
     def step(x: Any, y: Any) -> float:
         optimizer.zero_grad()
-        loss = run.step(made, x, y, loss=next_token_loss)
+        loss = run.step(gpt, x, y, loss=next_token_loss)
         optimizer.step()
         return float(loss)
 
@@ -133,28 +151,32 @@ def main() -> None:
             losses = []
             for name, step in steps.items():
                 dist.barrier()
-                began = time.perf_counter()
+                start = time.perf_counter()
                 losses.append(step(x, y))
                 dist.barrier()
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - start)
+            # All variants train on the same batch, so their losses agree.
             if max(losses) - min(losses) > AWAY * max(losses):
                 raise RuntimeError(f"losses differ: {dict(zip(steps, losses, strict=True))}")
-        slow = ""
-        for name, taken in seconds.items():
-            found = statistics.median(
-                a / b
-                for a, b in zip(taken[WARMUP:], seconds["torch on gloo"][WARMUP:], strict=True)
+        failure = ""
+        for name, step_seconds in seconds.items():
+            # Ratios within steps, because the speed of the machine drifts.
+            ratio = statistics.median(
+                ours_seconds / torch_seconds
+                for ours_seconds, torch_seconds in zip(
+                    step_seconds[WARMUP:], seconds["torch on gloo"][WARMUP:], strict=True
+                )
             )
-            held = name in ("1f1b", "torch on paceline")
-            bar = f" (at most {BAR})" if held else ""
+            has_bar = name in ("1f1b", "torch on paceline")
+            bar = f" (at most {BAR})" if has_bar else ""
             run.print(
-                f"{name:18} {statistics.median(taken[WARMUP:]) * 1e3:8.1f} ms   {found:.3f} of "
-                f"torch's 1f1b on Gloo{bar}"
+                f"{name:18} {statistics.median(step_seconds[WARMUP:]) * 1e3:8.1f} ms   "
+                f"{ratio:.3f} of torch's 1f1b on Gloo{bar}"
             )
-            if held and found > BAR and run.is_first:
-                slow = f"{name} takes {found:.3f} of torch's step on Gloo, more than {BAR}"
-    if slow:
-        raise SystemExit(slow)
+            if has_bar and ratio > BAR and run.is_first:
+                failure = f"{name} takes {ratio:.3f} of torch's step on Gloo, more than {BAR}"
+    if failure:
+        raise SystemExit(failure)
 
 
 if __name__ == "__main__":

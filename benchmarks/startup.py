@@ -1,9 +1,9 @@
-"""What starting costs: imports, `paceline --help` without torch, and a short training to its end.
+"""Measures starting: imports, `paceline --help`, and a short training to its end.
 
     alone     the plain loop                one worker of paceline
     together  torchrun, two workers, DDP    paceline run, two workers
 
-python benchmarks/startup.py
+Run it with `python benchmarks/startup.py`. `paceline --help` must not import torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ SHOW = (
     "import sys; from paceline.cli import main; sys.argv = ['paceline', '--help']\ntry: "
     "main()\nexcept SystemExit: pass\n"
 )
-HELP_SECONDS = 0.4
+HELP_SECONDS = 0.4  # longest time of `paceline --help`
 BESIDE = Path(sys.executable).parent
 COMMANDS = {
     "import torch": [sys.executable, "-c", "import torch"],
+    # The attribute is imported when it is first used.
     "paceline.start": [sys.executable, "-c", "import paceline; paceline.start"],
     "paceline --help": [str(BESIDE / "paceline"), "--help"],
 }
@@ -77,11 +78,11 @@ loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
     + LOOP
     + "dist.destroy_process_group()\n"
 )
-TRIES = 3  # torchrun's workers abort at their end now and then: such a start doesn't count
+TRIES = 3  # torchrun's workers sometimes abort at their end; such a start is repeated
 
 
 def trainings(folder: Path) -> dict[str, list[str]]:
-    """Write the scripts into a folder, and return the command that trains each."""
+    """Write the scripts into a folder, and return the command that starts each."""
     for name, script in (("plain", PLAIN), ("ours", OURS), ("ddp", DDP)):
         (folder / f"{name}.py").write_text(script)
     return {
@@ -93,19 +94,19 @@ def trainings(folder: Path) -> dict[str, list[str]]:
 
 
 def timing(command: Sequence[str], folder: Path | None = None) -> Callable[[], float]:
-    """Return a function that runs a command in a folder and gives its wall-clock seconds."""
+    """Make a function that runs a command in a folder, and returns its wall-clock seconds."""
 
     def run() -> float:
         for _ in range(TRIES):
             start = time.perf_counter()
             environ = {**os.environ, **ONE_THREAD}
-            ended = subprocess.run(
+            process = subprocess.run(
                 command, check=False, cwd=folder, capture_output=True, text=True, env=environ
             )
-            if ended.returncode == 0:
+            if process.returncode == 0:
                 return time.perf_counter() - start
         raise RuntimeError(
-            f"{command} failed with exit code {ended.returncode}:\n{ended.stderr[-4000:]}"
+            f"{command} failed with exit code {process.returncode}:\n{process.stderr[-4000:]}"
         )
 
     return run
@@ -113,17 +114,18 @@ def timing(command: Sequence[str], folder: Path | None = None) -> Callable[[], f
 
 def main() -> None:
     options = arguments(__doc__ or "", "startup", rounds=20).parse_args()
+    # Check first that the help is shown without torch.
     check = SHOW + "if 'torch' in sys.modules: sys.exit('paceline --help imports torch')\n"
     subprocess.run([sys.executable, "-c", check], check=True, stdout=subprocess.DEVNULL)
     samples = interleave(
         {name: timing(command) for name, command in COMMANDS.items()}, options.rounds
     )
-    medians = {name: statistics.median(s) for name, s in samples.items()}
-    both = {name: medians[name] for name in ("import torch", "paceline.start")}
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    start_medians = {name: medians[name] for name in ("import torch", "paceline.start")}
     rows = [
         Row(
             "start",
-            both,
+            start_medians,
             "paceline.start / import torch",
             ratio(samples["paceline.start"], samples["import torch"]),
             most=1.15,
@@ -141,26 +143,45 @@ def main() -> None:
             name: timing(command, Path(folder)) for name, command in trainings(Path(folder)).items()
         }
         samples |= interleave(commands, max(7, options.rounds // 2))
-    for ours, theirs, most in (
+    for our_name, their_name, bar in (
         ("one worker", "plain loop", None),
         ("two workers", "torchrun", 1.0),
     ):
-        times = {name: statistics.median(samples[name]) for name in (theirs, ours)}
+        train_medians = {name: statistics.median(samples[name]) for name in (their_name, our_name)}
         rows.append(
             Row(
                 "train",
-                times,
-                f"{ours} / {theirs}",
-                ratio(samples[ours], samples[theirs]),
-                most=most,
+                train_medians,
+                f"{our_name} / {their_name}",
+                ratio(samples[our_name], samples[their_name]),
+                most=bar,
             )
         )
-    more = [a - b for a, b in zip(samples["one worker"], samples["plain loop"], strict=True)]
+    added_seconds = [
+        our_seconds - their_seconds
+        for our_seconds, their_seconds in zip(
+            samples["one worker"], samples["plain loop"], strict=True
+        )
+    ]
     rows.append(
-        Row("train", {}, "one worker - plain loop, seconds", bootstrap(float, more), most=0.5)
+        Row(
+            "train",
+            {},
+            "one worker - plain loop, seconds",
+            bootstrap(float, added_seconds),
+            most=0.5,
+        )
     )
-    lost = sum(a >= b for a, b in zip(samples["two workers"], samples["torchrun"], strict=True))
-    rows.append(Row("train", {}, "pairs that torchrun wins", bootstrap(float, [lost]), most=0))
+    # Rounds in which paceline run took at least as long as torchrun.
+    lost_pairs = sum(
+        our_seconds >= their_seconds
+        for our_seconds, their_seconds in zip(
+            samples["two workers"], samples["torchrun"], strict=True
+        )
+    )
+    rows.append(
+        Row("train", {}, "pairs that torchrun wins", bootstrap(float, [lost_pairs]), most=0)
+    )
     if not report("startup", rows, options, samples) and options.check:
         sys.exit(1)
 

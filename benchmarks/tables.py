@@ -1,14 +1,14 @@
-"""A recommender with large tables on servers, beside torch's DistributedDataParallel, which
-all-reduces the gradient of whole tables.
+"""Compares a recommender that has its tables on servers with torch's DDP.
 
-Both train the model of `paceline.apps.recommender` from the same first values on the same clicks,
-with the same optimizer; each has two processes, and they take turns round by round. At the end both
-are scored on the same clicks, after as many samples.
+DDP has whole tables on each worker, and all-reduces their gradients. Both train the model of
+`paceline.apps.recommender` with the same initial values, clicks and optimizer. Each has two
+processes, and they take turns. At the end both are evaluated on the same clicks, after the same
+number of samples.
 
     python benchmarks/tables.py [--rows 10000000 --dim 16 --tables 1 --servers 2]
 
-A step of DDP takes seconds, and each of its workers 3 to 4 copies of all tables: 2.6 GB with the
-defaults, twice that with --tables 2.
+A step of DDP takes seconds, and each of its workers needs memory for 3 to 4 copies of all tables:
+2.6 GB with the defaults, twice as much with --tables 2.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from harness import Crew, Interval, Message, Row, arguments, interleave, ratio, 
 
 HERE = Path(__file__).resolve().parent
 WORKERS = 2
-HELD_OUT = 32_768  # samples
-FAR = 1 << 30  # where they begin in the log: behind all that is trained on
+HELD_OUT = 32_768  # samples for the AUC
+FAR = 1 << 30  # index of the first of them, behind all training samples
 
 
 class Paceline:
-    """The program as the app has it."""
+    """The program with paceline, as in the app."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import paceline as pl
@@ -56,7 +56,7 @@ class Paceline:
         self._prefetch = options.prefetch
 
     def steps(self) -> Iterator[None]:
-        """One for each that is asked for."""
+        """Train a step whenever the next item is taken."""
         from paceline.apps.recommender import compute_loss
 
         for numbers, ids, clicked in self._loader:
@@ -70,15 +70,16 @@ class Paceline:
             yield
 
     def auc(self) -> float:
-        """By the model as it is now."""
+        """Compute the AUC of the present model."""
         from paceline.apps.recommender import evaluate_auc
 
         return evaluate_auc(self._run, self._model, self._held_out)
 
 
 class DDP:
-    """The same with tables on each worker, as DDP's tutorial has it; gradients live in its
-    buckets, which saves a copy.
+    """The program with whole tables on each worker, as in DDP's tutorial.
+
+    Gradients are views of DDP's buckets, which saves a copy.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -96,36 +97,39 @@ class DDP:
         self._optimizer = recommender.make_optimizer(options.optimizer, self._model)
 
     def steps(self) -> Iterator[None]:
-        """See `Paceline`."""
+        """Train a step whenever the next item is taken."""
         import torch
 
         from paceline.apps.recommender import compute_loss
 
         share = self._batch // WORKERS
+        # Each worker takes its half of each batch.
         for start in range(self._rank * share, FAR, self._batch):
             numbers, ids, clicked = self._log.read_samples(torch.arange(start, start + share))
             compute_loss(self._model(numbers, ids), clicked).backward()
             self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=False)  # its buckets stay where they are
+            self._optimizer.zero_grad(
+                set_to_none=False
+            )  # so that gradients stay views of the buckets
             yield
 
     def auc(self) -> float:
-        """See `Paceline`."""
+        """Compute the AUC of the present model."""
         import torch
 
         from paceline.apps.clicks import compute_auc
 
         with torch.no_grad():
-            found = [
-                self._log.read_samples(torch.arange(FAR + n, FAR + n + 2048))
-                for n in range(0, HELD_OUT, 2048)
+            batches = [
+                self._log.read_samples(torch.arange(FAR + offset, FAR + offset + 2048))
+                for offset in range(0, HELD_OUT, 2048)
             ]
-            scores = [self._plain(batch.numbers, batch.ids) for batch in found]
-        return compute_auc(torch.cat(scores), torch.cat([batch.clicked for batch in found]))
+            scores = [self._plain(batch.numbers, batch.ids) for batch in batches]
+        return compute_auc(torch.cat(scores), torch.cat([batch.clicked for batch in batches]))
 
 
 class Worker:
-    """One worker of one program."""
+    """A worker of one program."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
@@ -135,22 +139,28 @@ class Worker:
         self._steps = self._program.steps()
 
     def handle(self, message: Message) -> Message:
-        """Seconds of a step, over so many of them; or what all came to."""
+        """Time some steps, or evaluate the model if the message has no steps."""
         if "steps" not in message:
             return {
                 "auc": self._program.auc(),
                 "megabytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
             }
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(message["steps"]):
             next(self._steps)
-        return {"seconds": (time.perf_counter() - began) / message["steps"]}
+        return {"seconds": (time.perf_counter() - start) / message["steps"]}
 
 
 def crew(name: str, options: argparse.Namespace, folder: str) -> Crew:
-    """The processes of a program."""
-    passed = "tables", "rows", "dim", "bag", "batch", "optimizer", "servers"
-    flags = [f"--{flag}={getattr(options, flag)}" for flag in passed]
+    """Start the processes of a program.
+
+    Args:
+        name: Name of the program.
+        options: Arguments of the benchmark.
+        folder: Working folder of the processes.
+    """
+    option_names = "tables", "rows", "dim", "bag", "batch", "optimizer", "servers"
+    flags = [f"--{flag}={getattr(options, flag)}" for flag in option_names]
     launch = [
         sys.executable,
         "-m",
@@ -160,6 +170,7 @@ def crew(name: str, options: argparse.Namespace, folder: str) -> Crew:
         str(WORKERS),
     ]
     flags += [] if options.prefetch else ["--no-prefetch"]
+    # Initial values of large tables take a while, so patience is long.
     return Crew(
         name,
         [[*launch, str(HERE / "tables.py"), "--serve", name, *flags]],
@@ -194,20 +205,25 @@ def main() -> None:
         crew("ddp", options, folder) as theirs,
     ):
 
-        def asking(asked: Crew) -> Callable[[], float]:
-            return lambda: max(answer["seconds"] for answer in asked.ask(steps=options.steps))
+        def asking(asked_crew: Crew) -> Callable[[], float]:
+            return lambda: max(answer["seconds"] for answer in asked_crew.ask(steps=options.steps))
 
         samples = interleave({"paceline": asking(ours), "ddp": asking(theirs)}, options.rounds)
+        # The AUC is that of the first worker, as models are equal. Memory is that of the largest.
         ends = {
-            each.name: each.ask()[0] | {"megabytes": max(a["megabytes"] for a in each.ask())}
-            for each in (ours, theirs)
+            program.name: program.ask()[0]
+            | {"megabytes": max(answer["megabytes"] for answer in program.ask())}
+            for program in (ours, theirs)
         }
     what = (
         f"{options.tables} x {options.rows:,} x {options.dim}, {options.servers} servers, batch "
         f"{options.batch}"
     )
-    medians = {name: statistics.median(found) for name, found in samples.items()}
-    away, most = abs(ends["paceline"]["auc"] - ends["ddp"]["auc"]), ends["paceline"]["megabytes"]
+    medians = {name: statistics.median(values) for name, values in samples.items()}
+    auc_difference, memory_mb = (
+        abs(ends["paceline"]["auc"] - ends["ddp"]["auc"]),
+        ends["paceline"]["megabytes"],
+    )
     count = options.batch * options.steps * (options.rounds + 1)
     note = f" (ddp: {ends['ddp']['megabytes']:.0f})"
     rows = [
@@ -219,13 +235,18 @@ def main() -> None:
             least=2.0,
         ),
         Row(
-            what, {}, "MB of a worker, at most", Interval(most, most, most), most=1000.0, note=note
+            what,
+            {},
+            "MB of a worker, at most",
+            Interval(memory_mb, memory_mb, memory_mb),
+            most=1000.0,
+            note=note,
         ),
         Row(
             what,
             {},
             f"AUC after {count:,} samples, apart",
-            Interval(away, away, away),
+            Interval(auc_difference, auc_difference, auc_difference),
             most=0.002,
             note=f" ({ends['ddp']['auc']:.4f})",
         ),

@@ -1,9 +1,8 @@
-"""Training steps: paceline against DistributedDataParallel, and against the same program without
-any exchange.
+"""Compares training steps of paceline with DDP, and with the same program without an exchange.
 
-All programs live in the same worker processes, with models of their own that begin equal, and take
-turns round by round. What the exchange adds is (paceline - nothing) / (ddp - nothing). At the end
-the weights of both must agree, and those without exchange must not.
+All programs run in the same processes, with models of their own that begin equal, and take turns.
+The cost of the exchange is (paceline - nothing) / (ddp - nothing). At the end the weights of both
+have to agree, and those without an exchange have to differ.
 
     python benchmarks/training.py [--models gpt-19m gpt-0.9m tiny] [--workers 2]
                                   [--variants nothing ddp paceline]
@@ -25,21 +24,27 @@ from typing import Any
 from harness import Crew, Message, Row, arguments, bootstrap, interleave, ratio, report, serve
 
 HERE = Path(__file__).resolve().parent
-SAMPLES = 4096
-LAST = 1e-4  # |difference| / |weights| between ddp and paceline after all rounds, at most
+SAMPLES = 4096  # samples in a data set
+LAST = 1e-4  # highest |difference| / |weights| between ddp and paceline after all rounds
 
 
 @dataclass(frozen=True)
 class Setup:
-    """A model, the samples each worker has of a step, the steps of a round, and the bars
-    (ratios, at most).
+    """Training of a model. Bars are highest ratios.
+
+    Attributes:
+        batch: Samples of a step, for each worker.
+        steps: Steps of a round.
+        added: Bar for the cost of the exchange, relative to that of DDP.
+        step: Bar for the step, relative to that of DDP.
+        alone: Bar for the step of one worker, relative to the plain loop.
     """
 
     batch: int
     steps: int
-    added: float | None = None  # what the exchange adds, against what DDP adds
-    step: float | None = None  # the step, against DDP's
-    alone: float | None = None  # one worker's step, against the plain loop's
+    added: float | None = None
+    step: float | None = None
+    alone: float | None = None
 
 
 SETUPS = {
@@ -51,7 +56,7 @@ SETUPS = {
 
 
 def build(name: str) -> tuple[Any, Callable[[Any, Any], Any], Any]:
-    """The model, its loss, and its data set; the same in every process."""
+    """Make the model, its loss and its data set, the same in each process."""
     import torch
     from torch import nn
     from torch.utils.data import TensorDataset
@@ -76,7 +81,7 @@ def build(name: str) -> tuple[Any, Callable[[Any, Any], Any], Any]:
 
 
 def cnn() -> Any:
-    """A network of 0.04 M parameters: what counts is the cost of each step."""
+    """Make a network of 0.04 M parameters. It shows the fixed cost of a step."""
     from torch import nn
 
     convolutions = (
@@ -91,7 +96,7 @@ def cnn() -> Any:
 
 
 def tiny() -> Any:
-    """1,000 parameters of 64 and of 8 values in turn: what counts is the cost of each one."""
+    """Make a model of 1,000 parameters of 64 and 8 values. It shows the cost of each parameter."""
     from torch import Tensor, nn
 
     class Residual(nn.Module):
@@ -107,19 +112,39 @@ def tiny() -> Any:
     return Residual()
 
 
-# ---- the programs: generators that train one step whenever they are asked for the next
+# ---- the programs: each is a model, and an iterator that trains a step for each item
 
 
 def nothing(
     name: str, rank: int, size: int, options: argparse.Namespace
 ) -> tuple[Any, Iterator[None]]:
-    """The loop without any exchange; with one worker, the plain loop."""
+    """Make the loop without an exchange. With one worker it is the plain loop.
+
+    Args:
+        name: Name of the model.
+        rank: Rank of this worker.
+        size: Number of workers.
+        options: Arguments of the benchmark.
+
+    Returns:
+        The model, and an iterator that trains a step for each item.
+    """
     model, loss, data = build(name)
     return model, loop(model, loss, dealt(data, name, rank, size), optimizer_of(model, options))
 
 
 def ddp(name: str, rank: int, size: int, options: argparse.Namespace) -> tuple[Any, Iterator[None]]:
-    """The same loop under DistributedDataParallel, as its tutorial has it."""
+    """Make the same loop under DistributedDataParallel, as in its tutorial.
+
+    Args:
+        name: Name of the model.
+        rank: Rank of this worker.
+        size: Number of workers.
+        options: Arguments of the benchmark.
+
+    Returns:
+        The model, and an iterator that trains a step for each item.
+    """
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -132,8 +157,18 @@ def ddp(name: str, rank: int, size: int, options: argparse.Namespace) -> tuple[A
 def paceline(
     name: str, rank: int, size: int, options: argparse.Namespace
 ) -> tuple[Any, Iterator[None]]:
-    """The same loop under paceline, as its README has it: the batch in the loader is the global
-    one.
+    """Make the same loop with paceline, as in its README.
+
+    The batch of the loader is the global one.
+
+    Args:
+        name: Name of the model.
+        rank: Rank of this worker.
+        size: Number of workers.
+        options: Arguments of the benchmark.
+
+    Returns:
+        The model, and an iterator that trains a step for each item.
     """
     from torch.utils.data import DataLoader
 
@@ -162,6 +197,14 @@ PROGRAMS = {"nothing": nothing, "ddp": ddp, "paceline": paceline}
 
 
 def dealt(data: Any, name: str, rank: int, size: int) -> Any:
+    """Make the loader of one worker.
+
+    Args:
+        data: The data set.
+        name: Name of the model.
+        rank: Rank of this worker.
+        size: Number of workers.
+    """
     from torch.utils.data import DataLoader, DistributedSampler
 
     sampler = (
@@ -171,6 +214,7 @@ def dealt(data: Any, name: str, rank: int, size: int) -> Any:
 
 
 def optimizer_of(model: Any, options: argparse.Namespace) -> Any:
+    """Make the optimizer of a model."""
     import torch
 
     return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[options.optimizer](
@@ -181,6 +225,14 @@ def optimizer_of(model: Any, options: argparse.Namespace) -> Any:
 def loop(
     model: Any, loss: Callable[[Any, Any], Any], loader: Any, optimizer: Any
 ) -> Iterator[None]:
+    """Train a step whenever the next item is taken.
+
+    Args:
+        model: The model.
+        loss: Function of the output and the target.
+        loader: The loader, which is read again and again.
+        optimizer: The optimizer.
+    """
     while True:
         for x, y in loader:
             value = loss(model(x), y)
@@ -191,7 +243,14 @@ def loop(
 
 
 class Worker:
-    """One worker with all programs, asked for rounds of one of them."""
+    """A worker with all programs. A message asks for a round of one of them.
+
+    Args:
+        name: Name of the model.
+        rank: Rank of this worker.
+        size: Number of workers.
+        options: Arguments of the benchmark.
+    """
 
     def __init__(self, name: str, rank: int, size: int, options: argparse.Namespace) -> None:
         import torch
@@ -209,8 +268,9 @@ class Worker:
         )
 
     def train(self, variant: str, steps: int) -> Message:
-        """Seconds of each of `steps` steps, after one that isn't timed: it warms the caches and
-        brings the workers together.
+        """Measure the mean seconds of some steps.
+
+        A step before them isn't timed: it warms the caches, and brings the workers together.
         """
         _, program = self.programs[variant]
         next(program)
@@ -220,24 +280,24 @@ class Worker:
         return {"seconds": (time.perf_counter() - start) / steps}
 
     def compare(self) -> Message:
-        """A hash of each program's weights, and how far they are from paceline's."""
+        """Compute a hash of each program's weights, and their distance from paceline's."""
         import hashlib
 
         import torch
 
         weights = {
-            v: torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-            for v, (model, _) in self.programs.items()
+            variant: torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+            for variant, (model, _) in self.programs.items()
         }
         ours = weights.get("paceline")
         return {
-            v: {
-                "hash": hashlib.sha256(w.numpy().tobytes()).hexdigest(),
+            variant: {
+                "hash": hashlib.sha256(values.numpy().tobytes()).hexdigest(),
                 "away": None
                 if ours is None
-                else float((w - ours).double().norm() / w.double().norm()),
+                else float((values - ours).double().norm() / values.double().norm()),
             }
-            for v, w in weights.items()
+            for variant, values in weights.items()
         }
 
 
@@ -245,10 +305,20 @@ class Worker:
 
 
 def measure(name: str, workers: int, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of a step of every variant in every round; raises when the weights at the end are
-    not what they should be.
+    """Measure all variants in turn.
+
+    Args:
+        name: Name of the model.
+        workers: Number of workers.
+        options: Arguments of the benchmark.
+
+    Returns:
+        Seconds of a step in each round, by variant.
+
+    Raises:
+        RuntimeError: The weights at the end are wrong.
     """
-    variants = [v for v in options.variants if v != "ddp" or workers > 1]
+    variants = [variant for variant in options.variants if variant != "ddp" or workers > 1]
     flags = [
         "--serve",
         name,
@@ -262,6 +332,7 @@ def measure(name: str, workers: int, options: argparse.Namespace) -> dict[str, l
     launch = [sys.executable]
     if workers > 1:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
+    # torchrun starts the workers of all programs. A single worker needs no launcher.
     with (
         tempfile.TemporaryDirectory() as folder,
         Crew(name, [[*launch, *script]], workers, folder=folder) as crew,
@@ -273,20 +344,27 @@ def measure(name: str, workers: int, options: argparse.Namespace) -> dict[str, l
                 answer["seconds"] for answer in crew.ask(variant=variant, steps=steps)
             )
 
-        samples = interleave({v: asking(v) for v in variants}, options.rounds, warmup=2)
+        samples = interleave(
+            {variant: asking(variant) for variant in variants}, options.rounds, warmup=2
+        )
         inspect(crew.ask(), workers)
     return samples
 
 
 def inspect(answers: Sequence[Message], workers: int) -> None:
-    """Whether every program did what it is there for."""
+    """Check the weights of all programs at the end. Raises `RuntimeError` if some are wrong.
+
+    `answers` are those of `Worker.compare`.
+    """
     for variant in answers[0]:
-        equal = len({a[variant]["hash"] for a in answers}) == 1
+        # Workers without an exchange train on different samples, so they have to differ.
+        equal = len({answer[variant]["hash"] for answer in answers}) == 1
         if equal != (variant != "nothing" or workers == 1):
             raise RuntimeError(
                 f"{variant}: the workers' weights are "
                 f"{'equal' if equal else 'different'} after training"
             )
+    # paceline is compared with DDP, or with the plain loop if there is one worker.
     reference = "ddp" if "ddp" in answers[0] else "nothing" if workers == 1 else None
     if reference is not None and "paceline" in answers[0] and answers[0][reference]["away"] > LAST:
         raise RuntimeError(
@@ -296,9 +374,15 @@ def inspect(answers: Sequence[Message], workers: int) -> None:
 
 
 def judge(name: str, workers: int, samples: dict[str, list[float]]) -> list[Row]:
-    """A row for each comparison that these samples allow."""
+    """Make a row for each possible comparison.
+
+    Args:
+        name: Name of the model.
+        workers: Number of workers.
+        samples: Seconds of a step in each round, by variant.
+    """
     setup, rows = SETUPS[name], []
-    seconds = {variant: statistics.median(s) for variant, s in samples.items()}
+    seconds = {variant: statistics.median(values) for variant, values in samples.items()}
     what = f"{name}, {workers} worker{'s' if workers > 1 else ''}"
     if "paceline" not in samples:
         return [Row(what, seconds)]
@@ -313,8 +397,9 @@ def judge(name: str, workers: int, samples: dict[str, list[float]]) -> list[Row]
             )
         ]
     if "ddp" in samples and "nothing" in samples:
+        # The three medians are drawn together, as they belong to the same rounds.
         added = bootstrap(
-            lambda n, d, p: (p - n) / (d - n),
+            lambda nothing, ddp, paceline: (paceline - nothing) / (ddp - nothing),
             samples["nothing"],
             samples["ddp"],
             samples["paceline"],
@@ -363,7 +448,10 @@ def main() -> None:
 
 
 def place() -> tuple[int, int]:
-    """Rank and size of this worker as torchrun gives them; without a launcher it is alone."""
+    """Read the rank of this worker and the number of workers, as torchrun gives them.
+
+    Without a launcher there is one worker.
+    """
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -1,18 +1,18 @@
-"""A GPT of 0.9 M parameters on hosts of unequal processors, in a lab: which part of the sum of
-their speeds is left.
+"""Measures how much of the speed of unequal hosts is left.
+
+A GPT of 0.9 M parameters trains on hosts of a lab that have different parts of a core.
 
     python benchmarks/unequal.py [--quick] [--check] [--case 100+50@96]
 
-Each case is hosts with these parts of a core, one worker each, and a global batch. Shares are
-equal, or set by hand (in proportion to the parts), or found by paceline (`auto`); torch's
-DistributedDataParallel (`ddp`) has equal ones. All ways take turns in one job. The sum is that of
-the samples that each worker trains in a second alone, measured in the same job, one worker after
-another.
+The name of a case has the parts of a core in per cent, with one worker each, and the global batch.
+Shares of the batch are equal, set by hand in proportion to the parts, or found by paceline
+(`auto`). torch's DistributedDataParallel (`ddp`) has equal shares. All ways take turns in one job.
+The result is relative to the sum of the workers' own speeds: the samples that each trains in a
+second alone. They are measured in the same job, one worker after another.
 
-`change` is a second kind of case: one of two whole cores is cut to 40 % while the job runs, and
-given back. It shows how often shares change, and how far from the optimum the steps are from the
-16th on.
-`balanced` is the third: what it costs workers that are equally fast.
+`change` is a case of its own: one of two whole cores is cut to 40 % during the job, and restored.
+It shows how often shares change, and how far the steps from the 16th on are from the optimum.
+`balanced` shows the cost of balancing for workers that are equally fast.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from typing import Any
 
 from harness import Row, arguments, bootstrap, report
 
+# Parts of a core, global batch, and lowest part of the speed that `auto` may leave.
 CASES = {
     "100+50@96": ((1.0, 0.5), 96, 0.93),
     "100+50@36": ((1.0, 0.5), 36, 0.85),
     "100+60+30@96": ((1.0, 0.6, 0.3), 96, 0.90),
 }
-EQUAL = "50+50@48"  # as much for both as the machine can give at once
+EQUAL = "50+50@48"  # small enough that the machine can give both parts at once
 WAYS = ("equal", "by hand", "auto", "ddp")
-CONTEXT_BATCHES = 4  # of data that the ways go through again and again
-# steps after a change, and how far the steps from then on may be from the optimum
+CONTEXT_BATCHES = 4  # batches of data, which the ways read again and again
+# Steps that are left out after a change, and the highest ratio of later steps to the optimum.
 FOLLOWED, NEAR = 15, 1.10
-CHANGES = 4
-COST = 1.01  # of balancing, for workers that are equally fast
+CHANGES = 4  # most changes of shares
+COST = 1.01  # highest ratio of balanced to equal shares, for workers that are equally fast
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A worker of the lab: measure all rounds, and leave the seconds in the folder."""
+    """Run a worker of the lab: measure all rounds, and write the seconds into the folder."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -75,8 +76,8 @@ def serve(options: argparse.Namespace) -> None:
 
     torch.manual_seed(0)
     model = GPT(SMALL)
-    plain, reference = copy.deepcopy(model), copy.deepcopy(model)
-    found: dict[str, list[float]] = {name: [] for name in (*options.ways, "alone")}
+    alone_model, ddp_model = copy.deepcopy(model), copy.deepcopy(model)
+    seconds_by_way: dict[str, list[float]] = {name: [] for name in (*options.ways, "alone")}
     shares: list[list[int]] = []
     with pl.start(folder=str(options.serve), name="unequal", trace="off") as run:
         ways = {"equal": None, "by hand": list(parts), "auto": "auto"}
@@ -86,24 +87,25 @@ def serve(options: argparse.Namespace) -> None:
         }
         group = dist.new_group(backend="gloo")
         ddp = (
-            DistributedDataParallel(reference, process_group=group)
+            DistributedDataParallel(ddp_model, process_group=group)
             if "ddp" in options.ways
             else None
         )
-        theirs = torch.optim.AdamW(reference.parameters(), 1e-4)
-        mine = torch.optim.AdamW(plain.parameters(), 1e-4)
+        ddp_optimizer = torch.optim.AdamW(ddp_model.parameters(), 1e-4)
+        alone_optimizer = torch.optim.AdamW(alone_model.parameters(), 1e-4)
         share = batch // run.size
-        for number in range(options.rounds + options.warm):
+        for round_number in range(options.rounds + options.warm):
             for name in options.ways:
                 run.barrier()
-                began = time.perf_counter()
+                start = time.perf_counter()
+                # DDP has no loader: each worker takes its part of the batch.
                 if name == "ddp":
                     assert ddp is not None
-                    for at in range(options.steps):
-                        first = at * batch + run.rank * share
+                    for index in range(options.steps):
+                        first = index * batch + run.rank * share
                         step(
                             ddp,
-                            theirs,
+                            ddp_optimizer,
                             tokens[first : first + share, :-1],
                             tokens[first : first + share, 1:],
                         )
@@ -111,27 +113,28 @@ def serve(options: argparse.Namespace) -> None:
                     for x, y in loaders[name]:
                         step(model, optimizer, x, y)
                 run.barrier()
-                if number >= options.warm:
-                    found[name].append((time.perf_counter() - began) / options.steps)
+                if round_number >= options.warm:
+                    seconds_by_way[name].append((time.perf_counter() - start) / options.steps)
                 if name == "auto":
                     shares.append(list(loaders[name].terms.shares(batch)))
+            # Each worker trains alone while the others wait, so that the cores are its own.
             for rank in range(run.size):
                 run.barrier()
-                if run.rank == rank and number >= options.warm:
-                    began = time.perf_counter()
-                    for at in range(options.alone):
-                        step(plain, mine, *data[at * batch : (at + 1) * batch])
-                    found["alone"].append((time.perf_counter() - began) / options.alone)
+                if run.rank == rank and round_number >= options.warm:
+                    start = time.perf_counter()
+                    for index in range(options.alone):
+                        step(
+                            alone_model, alone_optimizer, *data[index * batch : (index + 1) * batch]
+                        )
+                    seconds_by_way["alone"].append((time.perf_counter() - start) / options.alone)
         run.barrier()
     (options.serve / f"{run.rank}.json").write_text(
-        json.dumps({"seconds": found, "shares": shares})
+        json.dumps({"seconds": seconds_by_way, "shares": shares})
     )
 
 
 def follow(options: argparse.Namespace) -> None:
-    """A worker of the lab whose quota changes: leave when each step ended, and by which shares
-    it went.
-    """
+    """Run a worker of the lab whose quota changes: write the end and the shares of each step."""
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
@@ -148,7 +151,7 @@ def follow(options: argparse.Namespace) -> None:
     )
     torch.manual_seed(0)
     model = GPT(SMALL)
-    found: list[list[Any]] = []
+    steps: list[list[Any]] = []
     with pl.start(folder=str(options.serve), name="change", trace="off") as run:
         loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch)
         model, optimizer, loader = run.prepare(
@@ -158,24 +161,34 @@ def follow(options: argparse.Namespace) -> None:
             next_token_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append([time.time(), list(loader.terms.shares(batch))])
-    (options.serve / f"{run.rank}.json").write_text(json.dumps(found))
+            steps.append([time.time(), list(loader.terms.shares(batch))])
+    (options.serve / f"{run.rank}.json").write_text(json.dumps(steps))
 
 
 def _split(case: str) -> tuple[tuple[float, ...], int]:
+    """Parse the name of a case as parts of a core and a global batch."""
     parts, batch = case.split("@")
     return tuple(int(part) / 100 for part in parts.split("+")), int(batch)
 
 
 def measure(options: argparse.Namespace, case: str, ways: Sequence[str]) -> list[dict[str, Any]]:
-    """What each worker has measured."""
+    """Measure one case in the lab.
+
+    Args:
+        options: Arguments of the benchmark.
+        case: Name of the case.
+        ways: Names of the ways.
+
+    Returns:
+        The measurements of each worker.
+    """
     from paceline import lab
     from paceline.lab.description import Description, Host
 
     parts, _ = _split(case)
     cluster = Description(
         "unequal",
-        hosts=tuple(Host(f"h{number}", processors=part) for number, part in enumerate(parts)),
+        hosts=tuple(Host(f"h{index}", processors=part) for index, part in enumerate(parts)),
     )
     with tempfile.TemporaryDirectory() as folder:
         words = ["--serve", folder, "--case", case, "--ways", *ways]
@@ -186,6 +199,7 @@ def measure(options: argparse.Namespace, case: str, ways: Sequence[str]) -> list
             outcome = built.run(__file__, *words, environ={"OMP_NUM_THREADS": "1"}, deadline=3600)
         if outcome.code != 0:
             raise SystemExit(outcome.output)
+        # Show when and how shares have changed.
         for line in outcome.output.splitlines():
             if "shares are now" in line:
                 print(f"  {case}: {line.strip()}")
@@ -195,8 +209,9 @@ def measure(options: argparse.Namespace, case: str, ways: Sequence[str]) -> list
 
 
 def change(options: argparse.Namespace) -> list[dict[str, float]]:
-    """For each change of the quota: how far the steps from the 16th on are from the optimum, and
-    how often shares have changed.
+    """Measure steps after a quota is cut, and after it is restored.
+
+    Returns for each the median step, the optimum, and the number of changes of shares.
     """
     from paceline import lab
 
@@ -206,34 +221,45 @@ def change(options: argparse.Namespace) -> list[dict[str, float]]:
         lab.cluster(hosts=2, workers=1, processors=1.0) as cluster,
     ):
         words = ("--serve", folder, "--case", "change", f"--steps={8 * stretch}")
+        # The quota of the second host is cut for some time.
         fault = lab.slow(host=1, factor=0.4, step=2 * stretch, seconds=options.slow)
         outcome = cluster.run(
             __file__, *words, faults=[fault], environ={"OMP_NUM_THREADS": "1"}, deadline=3600
         )
         if outcome.code != 0:
             raise SystemExit(outcome.output)
-        found = json.loads((Path(folder) / "0.json").read_text())
-    ended = [at for at, _ in found]
-    seconds = [after - before for before, after in itertools.pairwise(ended)]
-    back = next(
-        number for number, at in enumerate(ended) if at >= ended[2 * stretch] + options.slow
+        steps = json.loads((Path(folder) / "0.json").read_text())
+    step_ends = [step_end for step_end, _ in steps]
+    seconds = [after - before for before, after in itertools.pairwise(step_ends)]
+    restored_step = next(
+        step
+        for step, step_end in enumerate(step_ends)
+        if step_end >= step_ends[2 * stretch] + options.slow
     )
-    whole = statistics.median(seconds[stretch : 2 * stretch])
+    full_speed_step = statistics.median(seconds[stretch : 2 * stretch])
     changes = [
-        number
-        for number in range(1, len(found))
-        if found[number][1] != found[number - 1][1] and number >= stretch
+        step
+        for step in range(1, len(steps))
+        if steps[step][1] != steps[step - 1][1] and step >= stretch
     ]
     rows = []
-    for start, optimum in ((2 * stretch, whole * 2 / 1.4), (back, whole)):
-        later = seconds[start + FOLLOWED : start + FOLLOWED + stretch]
-        rows.append({"step": statistics.median(later), "optimum": optimum, "changes": len(changes)})
+    # With 1 and 0.4 cores the optimum takes 2 / 1.4 times as long as with two cores.
+    for change_step, optimum in (
+        (2 * stretch, full_speed_step * 2 / 1.4),
+        (restored_step, full_speed_step),
+    ):
+        later_seconds = seconds[change_step + FOLLOWED : change_step + FOLLOWED + stretch]
+        rows.append(
+            {"step": statistics.median(later_seconds), "optimum": optimum, "changes": len(changes)}
+        )
     return rows
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = arguments(__doc__ or "", "unequal", rounds=5)
-    parser.add_argument("--steps", type=int, default=20, help="of a round (default %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="steps of a round (default %(default)s)"
+    )
     parser.add_argument(
         "--alone",
         type=int,
@@ -241,13 +267,13 @@ def main(words: Sequence[str] | None = None) -> None:
         help="steps of each worker alone, in a round (default %(default)s)",
     )
     parser.add_argument(
-        "--warm", type=int, default=3, help="rounds that aren't timed (default %(default)s)"
+        "--warm", type=int, default=3, help="first rounds, which aren't timed (default %(default)s)"
     )
     parser.add_argument(
         "--stretch",
         type=int,
         default=40,
-        help="steps before a change, and looked at after it (default %(default)s)",
+        help="number of measured steps before and after a change (default %(default)s)",
     )
     parser.add_argument(
         "--slow",
@@ -255,10 +281,10 @@ def main(words: Sequence[str] | None = None) -> None:
         default=45.0,
         help="seconds for which a quota is cut (default %(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="few steps, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="few steps, to check that it runs")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument(
-        "--case", choices=[*CASES, "change", "balanced", EQUAL], help="one case alone"
+        "--case", choices=[*CASES, "change", "balanced", EQUAL], help="only this case"
     )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
@@ -280,58 +306,67 @@ def main(words: Sequence[str] | None = None) -> None:
         if case == "change":
             raw[case] = change(options)
             for name, row in zip(("to 40 %", "and back"), raw[case], strict=True):
-                near = bootstrap(float, [row["step"] / row["optimum"]])
+                interval = bootstrap(float, [row["step"] / row["optimum"]])
                 note = f"shares changed {row['changes']:.0f} times in all (at most {CHANGES})"
                 rows.append(
                     Row(
                         f"one of two cores {name}",
                         {"step": row["step"]},
                         "step / optimum",
-                        near,
+                        interval,
                         most=NEAR,
                         note=note,
                     )
                 )
         elif case == "balanced":
-            raw[case] = found = measure(options, EQUAL, ("equal", "auto"))
-            cost = [
+            raw[case] = reports = measure(options, EQUAL, ("equal", "auto"))
+            ratios = [
                 auto / equal
                 for auto, equal in zip(
-                    found[0]["seconds"]["auto"], found[0]["seconds"]["equal"], strict=True
+                    reports[0]["seconds"]["auto"], reports[0]["seconds"]["equal"], strict=True
                 )
             ]
             rows.append(
-                Row("workers equally fast", {}, "auto / equal", bootstrap(float, cost), most=COST)
+                Row("workers equally fast", {}, "auto / equal", bootstrap(float, ratios), most=COST)
             )
         else:
-            raw[case] = found = measure(options, case, options.ways)
-            rows += _rows(case, found, options.ways)
+            raw[case] = reports = measure(options, case, options.ways)
+            rows += _rows(case, reports, options.ways)
     if not report("unequal", rows, options, raw) and options.check:
         sys.exit(1)
 
 
-def _rows(case: str, found: Sequence[dict[str, Any]], ways: Sequence[str]) -> list[Row]:
+def _rows(case: str, reports: Sequence[dict[str, Any]], ways: Sequence[str]) -> list[Row]:
+    """Make the rows of a case: the part of the sum of speeds that each way leaves."""
     _, batch, bar = CASES[case]
-    rounds = range(len(found[0]["seconds"]["alone"]))
-    # samples in a second
-    total = [sum(batch / rank["seconds"]["alone"][at] for rank in found) for at in rounds]
+    rounds = range(len(reports[0]["seconds"]["alone"]))
+    # The sum of the workers' own speeds in each round, in samples a second.
+    total_speeds = [
+        sum(batch / report["seconds"]["alone"][index] for report in reports) for index in rounds
+    ]
     rows = []
     for name in ways:
-        taken = [max(rank["seconds"][name][at] for rank in found) for at in rounds]
-        left = bootstrap(
-            float, [batch / mine / whole for mine, whole in zip(taken, total, strict=True)]
+        step_seconds = [
+            max(report["seconds"][name][index] for report in reports) for index in rounds
+        ]
+        speed_left = bootstrap(
+            float,
+            [
+                batch / seconds / total_speed
+                for seconds, total_speed in zip(step_seconds, total_speeds, strict=True)
+            ],
         )
-        note = " + ".join(map(str, found[0]["shares"][-1])) if name == "auto" else ""
+        note = " + ".join(map(str, reports[0]["shares"][-1])) if name == "auto" else ""
         medians = {
-            "step": statistics.median(taken),
-            "ideal": statistics.median(batch / whole for whole in total),
+            "step": statistics.median(step_seconds),
+            "ideal": statistics.median(batch / total_speed for total_speed in total_speeds),
         }
         rows.append(
             Row(
                 f"{case}, {name}",
                 medians,
                 "speed / sum",
-                left,
+                speed_left,
                 least=bar if name == "auto" else None,
                 note=note,
             )

@@ -1,9 +1,9 @@
-"""All-reduce over hosts of which one has a slow link: chunks by the rates of links, against even
-ones (Gloo's ring, our ring and owners).
+"""Compares ways of all-reduce over several hosts. One of them has a slow link.
 
-All ways sum the same buckets, different on each rank, in turn within the same processes, and every
-result is compared with the sum. The cluster is measured first, as `paceline probe` does, and the
-run is given the file, by which `via="auto"` chooses.
+Chunks in proportion to the links are compared with even chunks: Gloo's ring, our ring and owners.
+All ways sum the same buckets, different on each rank, and take turns in the same processes. Each
+result is compared with the sum. The cluster is measured first, as by `paceline probe`, and
+`via="auto"` chooses by the file.
 
     python benchmarks/uneven_links.py [--cluster benchmarks/clusters/one-slow-link.toml]
                                       [--megabytes 8] [--buckets 2]
@@ -23,14 +23,13 @@ from typing import Any
 
 from harness import Row, arguments, interleave, ratio, report
 
-# times as fast as with the better of even chunks; priced at 1.33, as a link has a piece more to
-# carry than it could
+# Lowest ratio to the best way with even chunks. The schedule predicts 1.33.
 LEAST = 1.2
 EVEN = ("native", "ring", "owners")
 
 
 def serve(options: argparse.Namespace) -> None:
-    """A worker of the lab: sum by each way in turn, and leave the samples in the folder."""
+    """Run a worker of the lab: sum in each way in turn. The first worker writes the samples."""
     import torch
     import torch.distributed as dist
 
@@ -46,14 +45,14 @@ def serve(options: argparse.Namespace) -> None:
         agreement = Agreement(run.group)
         file = ClusterFile.read_cluster(options.measured)
         assert file is not None
-        said: list[str] = []
+        notes: list[str] = []
         cluster = parts_of_run(run).view.cluster
-        where = cluster.host_by_rank()
+        hosts_by_rank = cluster.host_by_rank()
         context = SyncContext(
             run.group,
             agreement,
-            hosts=where,
-            announce=said.append,
+            hosts=hosts_by_rank,
+            announce=notes.append,
             route_facts=file.route_facts(cluster),
         )
         ways = {
@@ -62,35 +61,39 @@ def serve(options: argparse.Namespace) -> None:
         }
         ways |= {name: find_reducer_maker(name)(context) for name in ("ring", "owners")}
         numel = int(options.megabytes * 1e6) // 4
+        # Whole numbers, so that sums are exact in any order.
         parts = [
-            torch.randint(-1000, 1000, (numel,), generator=torch.Generator().manual_seed(r)).float()
-            for r in range(run.size)
+            torch.randint(
+                -1000, 1000, (numel,), generator=torch.Generator().manual_seed(rank)
+            ).float()
+            for rank in range(run.size)
         ]
         total = torch.stack(parts).sum(0)
 
         def turn(name: str) -> float:
             flats = [parts[run.rank].clone() for _ in range(options.buckets)]
             run.barrier()
-            began = time.perf_counter()
+            start = time.perf_counter()
+            # Several buckets are under way at once, as in a training.
             works = [
-                ways[name].all_reduce(flat, f"bucket {number}") for number, flat in enumerate(flats)
+                ways[name].all_reduce(flat, f"bucket {index}") for index, flat in enumerate(flats)
             ]
             for work in works:
                 if not torch.equal(work.wait(), total):
                     raise RuntimeError(f"{name} gave a wrong sum on rank {run.rank}")
-            taken = torch.tensor([time.perf_counter() - began], dtype=torch.float64)
-            return float(run.group.all_reduce(taken, op="max").wait()[0])
+            seconds = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+            return float(run.group.all_reduce(seconds, op="max").wait()[0])
 
         samples = interleave({name: partial(turn, name) for name in ways}, options.rounds)
         if run.is_first:
             (options.serve / "found.json").write_text(
-                json.dumps({"samples": samples, "said": said})
+                json.dumps({"samples": samples, "said": notes})
             )
         dist.barrier()
 
 
 def probe(cluster: Any, file: Path) -> None:
-    """Measure a cluster of the lab as `paceline probe` does, and leave the file."""
+    """Measure a cluster of the lab, as `paceline probe` does, and write the file."""
     from paceline.commands.lab import PROBE_SCRIPT
 
     words = (
@@ -102,10 +105,10 @@ def probe(cluster: Any, file: Path) -> None:
         "--folder",
         str(file.parent),
     )
-    probed = cluster.run(*words, environ={"OMP_NUM_THREADS": "1"}, deadline=300)
-    if probed.code != 0:
-        raise SystemExit(probed.output)
-    print(probed.output)
+    outcome = cluster.run(*words, environ={"OMP_NUM_THREADS": "1"}, deadline=300)
+    if outcome.code != 0:
+        raise SystemExit(outcome.output)
+    print(outcome.output)
 
 
 def main() -> None:
@@ -114,13 +117,16 @@ def main() -> None:
         "--cluster", type=Path, default=Path(__file__).parent / "clusters" / "one-slow-link.toml"
     )
     parser.add_argument(
-        "--megabytes", type=float, default=8.0, help="of a bucket (default %(default)s)"
+        "--megabytes", type=float, default=8.0, help="size of a bucket (default %(default)s)"
     )
     parser.add_argument(
-        "--buckets", type=int, default=2, help="that are under way at once (default %(default)s)"
+        "--buckets",
+        type=int,
+        default=2,
+        help="number of buckets that are sent at once (default %(default)s)",
     )
     parser.add_argument(
-        "--measured", type=Path, help="a file of this cluster; default: it is measured first"
+        "--measured", type=Path, help="file of this cluster (default: it is measured first)"
     )
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -152,10 +158,11 @@ def main() -> None:
             )
         if outcome.code != 0:
             raise SystemExit(outcome.output)
-        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
-    print("\n".join(found["said"]))
-    samples = found["samples"]
-    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+        results: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+    print("\n".join(results["said"]))
+    samples = results["samples"]
+    medians = {name: statistics.median(seconds) for name, seconds in samples.items()}
+    # The best of the ways with even chunks is the one to compare with.
     best = min(EVEN, key=medians.__getitem__)
     what = f"{options.buckets} x {options.megabytes:g} MB, {options.cluster.stem}"
     rows = [
@@ -166,7 +173,7 @@ def main() -> None:
         for name in EVEN
         if name != best
     ]
-    if not report("uneven_links", rows, options, found) and options.check:
+    if not report("uneven_links", rows, options, results) and options.check:
         sys.exit(1)
 
 

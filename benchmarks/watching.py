@@ -1,15 +1,14 @@
-"""What being watched costs a step: a GPT of 0.9 M parameters under `paceline run --watch`, whose
-workers are asked for steps in turn.
+"""Measures the cost of being watched, for a GPT of 0.9 M under `paceline run --watch`.
 
     python benchmarks/watching.py [--workers 2] [--steps 80] [--rounds 24]
 
-    silent     the run writes no live.json, and nobody has its page open
-    alone      it writes live.json, and nobody has its page open
-    watched    it writes live.json, and a reader takes all that the page pushes
+    silent     the run writes no live.json, and the page isn't open
+    alone      the run writes live.json, and the page isn't open
+    watched    the run writes live.json, and a reader takes all that the page pushes
 
-All three are the same processes, which go on with the same training; a round is long enough for the
-page to be looked at several times. The server and the reader run on the same cores as the workers.
-What the reader has taken is checked: it saw the steps of its rounds.
+All three are the same processes and the same training, and take turns. A round is long enough for
+several updates of the page. The server and the reader run on the same cores as the workers. The
+benchmark checks that the reader has seen the steps of its rounds.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from typing import Any
 
 from harness import Crew, Message, Row, arguments, interleave, ratio, report, serve
 
-BAR = 1.01
-BATCH = 12  # samples in a step, of each worker
+BAR = 1.01  # highest ratio of steps
+BATCH = 12  # samples of a step, for each worker
 
 
 def work(options: argparse.Namespace) -> None:
-    """The script of each worker."""
+    """Train on one worker, and answer the coordinator."""
     import time
 
     import torch
@@ -56,6 +55,8 @@ def work(options: argparse.Namespace) -> None:
         model, optimizer, loader = run.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=1e-3), loader
         )
+        # The record that writes live.json is a private part of the run. In rounds without it,
+        # writing is replaced by nothing.
         live, update = run._ending._live, run._ending._live.update_file
 
         def training() -> Any:
@@ -78,12 +79,16 @@ def work(options: argparse.Namespace) -> None:
             return {"seconds": time.perf_counter() - began, "steps": run.steps}
 
         serve(run.rank, handle)
-        os._exit(0)  # the rest of its epochs isn't wanted
+        os._exit(0)  # without the rest of the epochs
 
 
 class Reader:
-    """Takes all that a page pushes, as long as it is entered; `steps` are those that it has seen
-    last.
+    """Reads all that the page pushes, inside of a `with` block.
+
+    Attributes:
+        events: Number of events.
+        nbytes: Number of bytes.
+        seen: Text of the last state.
     """
 
     def __init__(self, url: str) -> None:
@@ -103,9 +108,10 @@ class Reader:
                     self.events += 1
                     self.seen = json.loads(line[6:])["changed"].get("now", self.seen)
         except (OSError, ValueError, AttributeError):
-            return  # it was closed
+            return  # the stream was closed
 
     def __exit__(self, *_: object) -> None:
+        # Closing the stream would wait for the thread that reads it. This ends the read.
         sock = self._stream.fp.raw._sock
         sock.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -122,10 +128,11 @@ def main() -> None:
     if options.folder:
         work(options)
         return
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe_socket:
+        probe_socket.bind(("127.0.0.1", 0))
+        # Take a free port, and release it for the server of the page.
+        port = probe_socket.getsockname()[1]
+        probe_socket.close()
         command = [
             sys.executable,
             "-m",
@@ -139,25 +146,33 @@ def main() -> None:
         command += [str(Path(__file__).resolve()), f"--folder={folder}"]
         with Crew("watched", [command], options.workers) as crew:
             rows, raw = measure(crew, Reader(f"http://127.0.0.1:{port}/"), options)
-    held = report("watching", rows, options, raw)
-    sys.exit(1 if options.check and not held else 0)
+    are_bars_kept = report("watching", rows, options, raw)
+    sys.exit(1 if options.check and not are_bars_kept else 0)
 
 
 def measure(
     crew: Crew, reader: Reader, options: argparse.Namespace
 ) -> tuple[list[Row], dict[str, Any]]:
-    """Return the rows of the table, and every sample."""
-    looked = []
+    """Measure all variants in turn.
+
+    Args:
+        crew: The workers.
+        reader: Reader of the page.
+        options: Arguments of the benchmark.
+
+    Returns:
+        Rows of the table, and all samples.
+    """
 
     def steps(live: bool) -> float:
         answers = crew.ask(steps=options.steps, live=live)
-        looked.append(answers[0]["steps"])
         return max(answer["seconds"] for answer in answers) / options.steps
 
     def watched() -> float:
         before = reader.events
         with reader:
             seconds = steps(True)
+        # A reader that has seen nothing would cost nothing.
         if reader.events - before < 2 or "running" not in reader.seen:
             raise SystemExit(
                 f"the reader has seen {reader.events - before} changes in a round: "

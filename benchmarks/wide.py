@@ -1,12 +1,13 @@
-"""Ways to train a GPT with wide layers over a slow link, side by side: time and bytes of a step.
+"""Measures ways to train a GPT with wide layers over a slow link.
 
     for way in ddp all-reduce int8 sharded pipeline 'pipelines, LocalSGD'; do
         paceline lab run CLUSTER benchmarks/wide.py --way "$way"
     done
 
-CLUSTER has two hosts of two workers and 100 Mbit/s between them. The model has d=1024, 8 layers, 16
-tokens at once: parameters are many, activations are few. `ddp` is torch's on Gloo, the others are
-paceline's; bytes are in each run's summary. The pipeline has to be five times as fast as DDP.
+CLUSTER has two hosts of two workers, with 100 Mbit/s between them. The model has d=1024, 8 layers
+and 16 tokens at once: many parameters and few activations. `ddp` is torch's DDP on Gloo, the others
+are ways of paceline. The summary of each run has its bytes. The pipeline has to be five times as
+fast as DDP.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from paceline.apps.gpt import GPT, GPTShape, next_token_loss
 
 SHAPE = GPTShape(d=1024, layers=8, heads=8, context=16, vocab=256)
 LAYERS = "tokens, positions, blocks.*, norm, head"
+# Mesh and cut of each way.
 WAYS = {
     "all-reduce": ("data", None),
     "int8": ("data", None),
@@ -43,7 +45,7 @@ def main() -> None:
         "--way",
         choices=["ddp", *WAYS],
         required=True,
-        help="one way at a time, as each has a mesh of its own",
+        help="a way; each has a mesh of its own, so a run has one",
     )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--batch", type=int, default=16)
@@ -72,6 +74,7 @@ def main() -> None:
             def step(x: Any, y: Any) -> Any:
                 next_token_loss(wrapped(x), y).backward()
 
+            # Each worker takes its part of each global batch.
             batches: Any = [
                 (x.chunk(run.size)[run.rank], y.chunk(run.size)[run.rank]) for x, y in data
             ]
@@ -82,6 +85,7 @@ def main() -> None:
                 return run.step(model, x, y, loss=next_token_loss)
 
         for x, y in batches:
+            # The stamps of all workers are those of the same moment.
             run.barrier()
             stamps.append(time.perf_counter())
             optimizer.zero_grad()
@@ -90,8 +94,8 @@ def main() -> None:
         run.barrier()
         stamps.append(time.perf_counter())
         run.print(
-            f"{options.way:20} {(stamps[-1] - stamps[1]) / options.steps:8.2f} s a step, with what "
-            "strategies exchange between steps"
+            f"{options.way:20} {(stamps[-1] - stamps[1]) / options.steps:8.2f} s a step, with the "
+            "exchanges between steps"
         )
 
 

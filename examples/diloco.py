@@ -1,9 +1,10 @@
-"""Machines that are far apart (DiLoCo, Douillard et al. 2023): `paceline lab run wan-100m
-examples/diloco.py`.
+"""Trains on machines that are far apart (DiLoCo, Douillard et al. 2023).
 
-Each worker takes 8 steps by itself; then the changes of all are averaged, in 8 bits, and an outer
-optimizer with momentum steps by their mean. The slow link carries a small part of what it would in
-plain data parallelism, and the loop stays the same.
+Run it with `paceline lab run wan-100m examples/diloco.py`.
+
+Each worker takes 8 steps by itself. Then the changes of all workers are averaged, in 8 bits, and an
+outer optimizer with momentum steps by their mean. The slow link carries a small part of the bytes
+that plain data parallelism would send, and the loop stays the same.
 """
 
 import torch
@@ -15,10 +16,10 @@ import paceline as pl
 from paceline import int8, nesterov
 
 torch.manual_seed(0)
-# whose answers are to be learned
-wanted = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).requires_grad_(False)
+# A fixed network, whose answers the model learns.
+teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8)).requires_grad_(False)
 questions = torch.randn(8192, 16)
-loader = DataLoader(TensorDataset(questions, 3 * wanted(questions)), batch_size=128, shuffle=True)
+loader = DataLoader(TensorDataset(questions, 3 * teacher(questions)), batch_size=128, shuffle=True)
 model = nn.Sequential(
     nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 8)
 )
@@ -33,10 +34,10 @@ with pl.start(sync=pl.LocalSGD(every=8, outer=nesterov(0.7, 0.9), codec=int8()))
             optimizer.step()  # a step of this worker's own model
             optimizer.zero_grad()
             run.log(loss=loss)
-    # all have the same model after the last round
-    error = F.mse_loss(run.forward(model, questions).cpu(), 3 * wanted(questions)).item()
+    # All workers have the same model after the last round.
+    error = F.mse_loss(run.forward(model, questions).cpu(), 3 * teacher(questions)).item()
     run.results["error"] = error
     run.print(
-        f"error {error:.3f} of {(9 * wanted(questions).var()).item():.3f}; "
-        "`paceline report` says what went over the link"
+        f"error {error:.3f}, variance {(9 * teacher(questions).var()).item():.3f}; "
+        "`paceline report` shows how many bytes went over the link"
     )

@@ -1,6 +1,6 @@
-"""A GPT from scratch, of letters: `paceline run --workers 2 examples/gpt.py`.
+"""A GPT of letters from scratch: `paceline run --workers 2 examples/gpt.py`.
 
-It learns from a module of Python's own, then writes.
+It learns from the source of a Python module, then writes text.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Windows(Dataset):
         return self.text[index : index + CONTEXT], self.text[index + 1 : index + CONTEXT + 1]
 
 
-text = Path(argparse.__file__).read_text()  # stands for your own
+text = Path(argparse.__file__).read_text()  # replace it by your own text
 letters = sorted(set(text))
 encoded = torch.tensor([letters.index(letter) for letter in text[:20_000]])
 torch.manual_seed(0)
@@ -75,12 +75,14 @@ with pl.start(total_steps=100) as run:
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss)
-        if run.steps + 1 == 100:  # this is the hundredth
+        if run.steps + 1 == 100:  # this is step 100
             break
     with torch.no_grad():
-        written = encoded[:8].tolist()
+        generated = encoded[:8].tolist()
         for _ in range(60):
-            written.append(
-                model(torch.tensor([written[-CONTEXT:]], device=run.device))[0, -1].argmax().item()
+            generated.append(
+                model(torch.tensor([generated[-CONTEXT:]], device=run.device))[0, -1]
+                .argmax()
+                .item()
             )
-    run.print("".join(letters[place] for place in written))
+    run.print("".join(letters[index] for index in generated))

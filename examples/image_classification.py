@@ -1,8 +1,9 @@
-"""Images of shapes, told apart by a small CNN: `paceline run --workers 2
-examples/image_classification.py`.
+"""Classifies images of shapes with a small CNN.
 
-The loop of any image classifier: batch statistics over the global batch, a schedule of the learning
-rate, and an accuracy over all of the validation set, which each worker sees a part of.
+Run it with `paceline run --workers 2 examples/image_classification.py`.
+
+It is the loop of any image classifier: batch statistics of the global batch, a schedule of the
+learning rate, and an accuracy over the whole validation set. Each worker sees a part of it.
 """
 
 import torch
@@ -16,9 +17,9 @@ SHAPES, SIZE = ("disc", "square", "cross"), 16
 
 
 class Shapes(Dataset):
-    """Noisy images of one shape each: (1, SIZE, SIZE), and which shape it is.
+    """Noisy images of one shape each: (1, SIZE, SIZE), and the index of the shape.
 
-    Image n is the same whenever it is read.
+    Image n is the same each time it is read.
     """
 
     def __init__(self, first: int, count: int) -> None:
@@ -28,17 +29,17 @@ class Shapes(Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        chance = torch.Generator().manual_seed(self.first + index)
+        generator = torch.Generator().manual_seed(self.first + index)
         kind = (self.first + index) % len(SHAPES)
-        row, column = torch.randint(5, SIZE - 5, (2,), generator=chance).tolist()
+        row, column = torch.randint(5, SIZE - 5, (2,), generator=generator).tolist()
         down, right = torch.arange(SIZE)[:, None] - row, torch.arange(SIZE)[None] - column
-        far = torch.maximum(down.abs(), right.abs())
-        drawn = (
+        distance = torch.maximum(down.abs(), right.abs())
+        is_inside = (
             down**2 + right**2 <= 12,
-            far <= 3,
-            (far <= 4) & ((down.abs() <= 1) | (right.abs() <= 1)),
+            distance <= 3,
+            (distance <= 4) & ((down.abs() <= 1) | (right.abs() <= 1)),
         )[kind]
-        return (drawn + 0.3 * torch.randn(SIZE, SIZE, generator=chance))[None], kind
+        return (is_inside + 0.3 * torch.randn(SIZE, SIZE, generator=generator))[None], kind
 
 
 def classifier() -> nn.Sequential:
@@ -55,7 +56,7 @@ def classifier() -> nn.Sequential:
 
 torch.manual_seed(0)
 model = classifier()
-# 64 images in a step, of all workers together
+# A step has 64 images, of all workers together.
 epochs, train = 3, DataLoader(Shapes(0, 768), batch_size=64, shuffle=True)
 validation = DataLoader(Shapes(10_000, 300), batch_size=100)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -77,9 +78,9 @@ with pl.start() as run:
             optimizer.zero_grad()
             run.log(loss=loss, rate=schedule.get_last_lr()[0])
         model.eval()
-        with torch.no_grad():  # each image once, whichever worker sees it
-            right = torch.cat(
+        with torch.no_grad():  # each image counts once, on any number of workers
+            is_right = torch.cat(
                 [run.gather(model(images).argmax(1) == kinds) for images, kinds in validation]
             )
-        run.results["accuracy"] = right.float().mean().item()  # goes to summary.json
-        run.print(f"accuracy {run.results['accuracy']:.3f} on {len(right)} images")
+        run.results["accuracy"] = is_right.float().mean().item()  # goes to summary.json
+        run.print(f"accuracy {run.results['accuracy']:.3f} on {len(is_right)} images")

@@ -1,9 +1,9 @@
 """Fine-tuning with LoRA: `paceline run --workers 2 examples/lora.py`.
 
-The base is frozen, and only adapters of rank 4 travel.
+The base model is frozen. Only gradients of adapters of rank 4 are exchanged.
 
-A classifier knows digits of a display; now they come in mirror writing. Beside each of its layers
-an adapter learns the difference (Hu et al. 2021): W x + B A x, where B begins with zeros.
+A classifier knows the digits of a display. Now they appear in a mirror. Beside each layer an
+adapter learns the difference (Hu et al. 2021): W x + B A x, where B begins with zeros.
 """
 
 import torch
@@ -26,7 +26,7 @@ DIGITS = [
     "1111111",
     "1111011",
 ]
-MIRRORED = [0, 2, 1, 3, 5, 4, 6]  # where the seven segments of a display are in a mirror
+MIRRORED = [0, 2, 1, 3, 5, 4, 6]  # where a mirror shows each of the seven segments
 
 
 class Adapted(nn.Module):
@@ -43,7 +43,7 @@ class Adapted(nn.Module):
 
 
 def displays(count: int, *, mirrored: bool) -> TensorDataset:
-    """Noisy digits of a display, and which they are."""
+    """Make a data set of noisy digits of a display, with their values."""
     which = torch.randint(10, (count,))
     segments = torch.tensor([[float(segment) for segment in digit] for digit in DIGITS])[which]
     return TensorDataset(
@@ -57,7 +57,7 @@ model = nn.Sequential(
 )
 base_optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 x, y = displays(2048, mirrored=False).tensors
-# stands for a model that you would load: the same on all workers, and nothing is exchanged
+# In place of a model that you would load. It is the same on all workers without an exchange.
 for _ in range(60):
     F.cross_entropy(model(x), y).backward()
     base_optimizer.step()
@@ -73,8 +73,8 @@ validation = DataLoader(displays(500, mirrored=True), batch_size=100)
 
 @torch.no_grad()
 def accuracy() -> float:
-    right = [run.gather(model(x).argmax(1) == y) for x, y in validation]
-    return torch.cat(right).float().mean().item()
+    is_right = [run.gather(model(x).argmax(1) == y) for x, y in validation]
+    return torch.cat(is_right).float().mean().item()
 
 
 with pl.start() as run:
@@ -96,7 +96,7 @@ with pl.start() as run:
         f"{sum(map(torch.numel, trained))} of {sum(map(torch.numel, model.parameters()))} "
         "parameters were trained"
     )
-    if run.is_first:  # the adapters alone are the result
+    if run.is_first:  # save the adapters alone
         torch.save(
             {name: value for name, value in model.state_dict().items() if "lora" in name},
             run.folder.path / "adapters.pt",

@@ -1,8 +1,8 @@
 """A model whose layers lie on several workers: `paceline run --workers 2 examples/pipeline.py`.
 
-Each worker has a part of the layers. A batch goes through as several micro-batches, so that all
-workers have something to do. With `--mesh 'data=2, stage=2'`, four workers have two replicas of two
-stages each. Loss and weights are those of one worker.
+Each worker has some of the layers. A batch goes through them as several micro-batches, so that all
+workers are busy at once. With `--mesh 'data=2, stage=2'`, four workers have two replicas of two
+stages each. Loss and weights are the same as with one worker.
 """
 
 import torch
@@ -43,19 +43,18 @@ class Network(nn.Module):
 
 
 def spirals(count: int) -> TensorDataset:
-    """Points on three spirals, and on which of them they are."""
-    which, far = torch.randint(3, (count,)), torch.rand(count)
-    angle = 2 * torch.pi * (which / 3 + far) + 0.1 * torch.randn(count)
-    return TensorDataset(torch.stack([far * angle.cos(), far * angle.sin()], dim=1), which)
+    """Make a data set of points on three spirals, with the index of the spiral."""
+    spiral, radius = torch.randint(3, (count,)), torch.rand(count)
+    angle = 2 * torch.pi * (spiral / 3 + radius) + 0.1 * torch.randn(count)
+    return TensorDataset(torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1), spiral)
 
 
 torch.manual_seed(0)
 loader = DataLoader(spirals(4096), batch_size=64, shuffle=True)
 
-with pl.start(
-    mesh="stage", seed=0
-) as run:  # all workers along `stage`, unless --mesh says something else
-    # no worker has the whole model; each makes its own part, with the same values in every layout
+# All workers are stages, unless --mesh gives another mesh.
+with pl.start(mesh="stage", seed=0) as run:
+    # No worker has the whole model. Each makes its own part, with the same values on any mesh.
     with pl.meta():
         model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -63,7 +62,7 @@ with pl.start(
     model, optimizer, loader = run.prepare(model, optimizer, loader, cut=cut)
     for _ in run.epochs(2):
         for x, y in loader:
-            # forward and backward, through all stages
+            # Forward and backward, through all stages.
             loss = run.step(model, x, y, loss=F.cross_entropy)
             optimizer.step()
             optimizer.zero_grad()

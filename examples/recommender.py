@@ -1,8 +1,9 @@
-"""A recommender whose tables are too large for a worker: `paceline run --workers 2
-examples/recommender.py`.
+"""A recommender whose tables are too large for a worker.
+
+Run it with `paceline run --workers 2 examples/recommender.py`.
 
 Users and items are rows of two tables of ten million rows on servers. A batch fetches the rows that
-it uses, and an untouched row takes no memory. The model is that of matrix factorisation with a
+it uses, and a row that was never used takes no memory. The model is matrix factorisation with a
 small network on top.
 """
 
@@ -17,9 +18,9 @@ ROWS, WIDTH = 10_000_000, 8
 
 
 class Ratings(Dataset):
-    """Who liked what: (user, item) and 1 or 0.
+    """Synthetic ratings: (user, item), and 1 if the user likes the item, else 0.
 
-    Users and items have tastes, which their numbers tell; few of them come often.
+    The indices of a user and an item decide. Few users and items are frequent.
     """
 
     def __init__(self, first: int, count: int) -> None:
@@ -29,19 +30,19 @@ class Ratings(Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        chance = torch.Generator().manual_seed(self.first + index)
-        # anywhere in the tables
-        user, item = (400 ** torch.rand(2, generator=chance).double()).long() * 24_989
-        agree = (user % 7 < 3) == (item % 5 < 2)
+        generator = torch.Generator().manual_seed(self.first + index)
+        # The rows are spread over the whole tables.
+        user, item = (400 ** torch.rand(2, generator=generator).double()).long() * 24_989
+        likes = (user % 7 < 3) == (item % 5 < 2)
         return torch.stack([user, item]), (
-            agree ^ (torch.rand((), generator=chance) < 0.05)
+            likes ^ (torch.rand((), generator=generator) < 0.05)
         ).float()
 
 
 class Recommender(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # was nn.EmbeddingBag(ROWS, WIDTH), of 320 MB
+        # In place of nn.EmbeddingBag(ROWS, WIDTH), which takes 320 MB.
         self.users = pl.SparseEmbedding(ROWS, WIDTH, std=0.5)
         self.items = pl.SparseEmbedding(ROWS, WIDTH, std=0.5, seed=1)
         self.top = nn.Sequential(nn.Linear(3 * WIDTH, 32), nn.ReLU(), nn.Linear(32, 1))
@@ -66,14 +67,14 @@ with pl.start() as run:
     for pairs, liked in train:
         loss = F.binary_cross_entropy_with_logits(model(pairs), liked)
         if (following := train.peek()) is not None:
-            model.prefetch(following[0])  # rows of the next batch come while this one goes on
+            model.prefetch(following[0])  # fetch rows of the next batch during this step
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         run.log(loss=loss)
     with torch.no_grad():
-        right = torch.cat(
+        is_right = torch.cat(
             [run.gather((model(pairs) > 0) == (liked > 0.5)) for pairs, liked in held_out]
         )
-    run.results["accuracy"] = right.float().mean().item()
-    run.print(f"right for {run.results['accuracy']:.3f} of {len(right)} pairs that it has not seen")
+    run.results["accuracy"] = is_right.float().mean().item()
+    run.print(f"accuracy {run.results['accuracy']:.3f} on {len(is_right)} new pairs")

@@ -1,11 +1,11 @@
-"""Machines that are taken away: `paceline run --workers 3 --min-workers 1 --restarts 3
-examples/spot.py --interrupt 20`.
+"""Trains on machines that may be taken away.
 
-While one worker is left, training goes on; a worker that is started again, or another host that
-runs the same line with --join, comes in between two steps. Nothing of that is in the script:
-samples, steps and weights are those of a run that nobody disturbed. What ends all of it at once is
-survived by checkpoints. `--interrupt 20` has one machine vanish after 20 steps, as a provider would
-do it.
+Run it with `paceline run --workers 3 --min-workers 1 --restarts 3 examples/spot.py --interrupt 20`.
+
+Training goes on while one worker is alive. A worker that is started again enters between two steps,
+and so does another host that runs the same line with --join. The script has no code for that:
+samples, steps and weights are the same as in a run without losses. Checkpoints help if all workers
+end at once. `--interrupt 20` kills one worker after 20 steps, as a provider would do it.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import paceline as pl
 
 parser = argparse.ArgumentParser()
 parser.add_argument(
-    "--interrupt", type=int, default=None, help="after so many steps one worker is killed, once"
+    "--interrupt", type=int, default=None, help="kill one worker after this number of steps, once"
 )
 options = parser.parse_args()
 
@@ -31,10 +31,10 @@ loader = DataLoader(TensorDataset(points, inside), batch_size=64, shuffle=True)
 model = torch.nn.Sequential(torch.nn.Linear(2, 64), torch.nn.ReLU(), torch.nn.Linear(64, 2))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-# a name, by which the next run finds the checkpoints of this one
+# The next run finds the checkpoints of this one by its name.
 with pl.start(name="spot") as run:
     model, optimizer, loader = run.prepare(model, optimizer, loader)
-    run.resume()  # where there is a checkpoint of a run before
+    run.resume()  # if an earlier run has left a checkpoint
     for _ in run.epochs(2):
         for x, y in loader:
             if run.steps == options.interrupt and run.size == 3 and run.rank == 2:

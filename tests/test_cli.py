@@ -122,10 +122,10 @@ def test_the_exit_code_is_the_scripts(monkeypatch: pytest.MonkeyPatch, launcher:
         (["demo", "--workers", "1"], "give 2 or more"),
         (["demo", "--alone", "1"], "give 2 <= alone <= steps"),
         (["bench", "collectives", "--draw", "rnig:5"], "did you mean ring?"),
-        (["bench", "pipeline"], "say which one, as in --draw 1f1b:4x8, or --draw all"),
+        (["bench", "pipeline"], "give one, as in --draw 1f1b:4x8, or give --draw all"),
         (["bench", "pipeline", "--draw", "1f1bb:4x8"], "did you mean 1f1b?"),
         (["bench", "collectives", "--via", "native,rnig"], "--via rnig: possible: direct, "),
-        (["bench", "collectives", "--sizes", "4KB,4XB"], "--sizes 4XB: a size is a whole number"),
+        (["bench", "collectives", "--sizes", "4KB,4XB"], "--sizes 4XB: give a whole number"),
         (["run", "--name", "a/b", "train.py"], "a run can't be called 'a/b'"),
         (
             ["probe", "--dtypes", "float32,flaot64"],

@@ -64,7 +64,7 @@ ALLOWED: dict[str, int] = {
 # tens. A folder that grows says why in the commit; one that shrinks takes its figure along.
 BUDGET: dict[str, int] = {
     ".": 1550,
-    "apps": 1460,
+    "apps": 1450,
     "bench": 770,
     "checkpoint": 2500,
     "cluster": 7230,

@@ -1,1 +1,1 @@
-"""Small real programs that the demo, tests and benchmarks run."""
+"""Small complete programs, which the demo, tests and benchmarks run."""

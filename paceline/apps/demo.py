@@ -1,11 +1,12 @@
-"""The demo: a small GPT trained here with one worker and two, with one killed, and over a slow
-link.
+"""The demo: a small GPT, which is trained in several ways.
+
+One worker and two workers train it, one of them is killed, and two hosts train over a slow link.
 
     alone    1 worker, 1 core       40 steps ┐
     whole    1 worker, all cores    40 steps ├ a table: the same losses, and the speed-up
     (last)   2 workers             400 steps ┘
     killed   2 workers              40 steps   one is killed after half of them
-    exact    2 hosts, a slow link   20 steps ┐ where a lab can be built
+    exact    2 hosts, a slow link   20 steps ┐ if this machine can build a lab
     smaller  2 hosts, a slow link   20 steps ┘
 """
 
@@ -43,27 +44,34 @@ bandwidth = "50mbit"
 [[host]]
 [[host]]
 """
-LOSS_TOLERANCE = (
-    1e-3  # losses that differ by less are the same: sums of another order round differently
-)
-LaunchJob = Callable[[LaunchRequest], int]  # starts a job, and returns its exit code
+# Losses that differ by less count as the same, because sums in another order round differently.
+LOSS_TOLERANCE = 1e-3
+LaunchJob = Callable[[LaunchRequest], int]  # runs a job, and returns its exit code
 # Runs `paceline lab` with these words.
 RunLab = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 
 
 def run_lab(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run `paceline lab WORDS`: a process of its own, as it may enter a user namespace for good."""
+    """Run `paceline lab WORDS` in its own process, because it may enter a user namespace for good.
+
+    The output of `paceline lab run` is shown, that of other commands is captured.
+    """
     command = [sys.executable, "-m", "paceline", "lab", *words]
-    shown = None if words[0] == "run" else subprocess.PIPE
-    return subprocess.run(command, stdout=shown, text=True, check=False)
+    stdout = None if words[0] == "run" else subprocess.PIPE
+    return subprocess.run(command, stdout=stdout, text=True, check=False)
 
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """What the demo runs: `steps` with all workers, and the first `alone` of them with one.
+    """The runs of the demo.
 
-    All workers train the first `alone` steps again while one of them is killed; and in each of
-    `meshes`, with the model cut between them.
+    Attributes:
+        workers: Number of workers, at least 2.
+        steps: Steps of the long run, with all workers.
+        alone: Steps of each short run. They are the first steps of the long run.
+        folder: Folder for the run folders.
+        text: Folder of .py files to learn from. Default: Python's standard library.
+        meshes: Meshes for further short runs, which cut the model between the workers.
     """
 
     workers: int = 2
@@ -83,47 +91,63 @@ class DemoPlan:
             raise UsageError(
                 f"--alone {self.alone}, --steps {self.steps}: give 2 <= alone <= steps"
             )
-        # here, rather than in each of the workers
+        # Checked here, so that the error appears once and not in each worker.
         if self.text is not None and not any(self.text.rglob("*.py")):
             raise UsageError(
                 f"--text {self.text}: there are no .py files under it; give a folder that has some"
             )
-        everyone = Topology((HostRanks("here", tuple(range(self.workers)), "127.0.0.1"),))
-        for text in self.meshes:  # before the first run, rather than after some minutes
-            mesh.choose_mesh(text, everyone, survives=False)
+        # Check the meshes before the first run, not after some minutes.
+        topology = Topology((HostRanks("here", tuple(range(self.workers)), "127.0.0.1"),))
+        for mesh_text in self.meshes:
+            mesh.choose_mesh(mesh_text, topology, survives=False)
 
     def make_arguments(self, name: str, steps: int, *more: str) -> tuple[str, ...]:
-        """Return the arguments of the script for a run with this name."""
-        text = ("--text", str(self.text)) if self.text else ()
-        whole = str(max(self.steps, steps))
+        """Make the arguments of the script for one run.
+
+        Args:
+            name: Name of the run folder.
+            steps: Number of steps to train.
+            more: Further arguments.
+        """
+        text_option = ("--text", str(self.text)) if self.text else ()
+        planned_steps = str(max(self.steps, steps))
         return (
             "--steps",
             str(steps),
             "--of",
-            whole,
+            planned_steps,
             "--name",
             name,
             "--folder",
             self.folder,
-            *text,
+            *text_option,
             *more,
         )
 
 
 @dataclass(frozen=True)
 class DemoOutcome:
-    """The results of one run, and how it was made."""
+    """The results of one run.
+
+    Attributes:
+        title: Description of the run, as the table shows it.
+        summary: Content of summary.json.
+        losses: Loss of each step, over all workers.
+        validation: Validation loss before and after training. Default: not measured.
+        sample: Text that the model has written. Default: none.
+        others: Mean number of cores that other programs kept busy during the run.
+    """
 
     title: str
     summary: dict[str, Any]
-    losses: list[float]  # of each step, over all workers
-    validation: tuple[float, float] | None = None  # before and after
+    losses: list[float]
+    validation: tuple[float, float] | None = None
     sample: str = ""
-    others: float = 0.0  # cores that other programs have kept busy meanwhile
+    others: float = 0.0
 
 
 class _RunFailed(Exception):
-    """A run of the demo failed, with this exit code."""
+    """A run of the demo ended with this exit code, which is not 0."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -137,17 +161,17 @@ def run_demo(
     clocks: Callable[[], machine_load.ClockReading | None] = machine_load.read_clocks,
     lab: RunLab = run_lab,
 ) -> int:
-    """Make all runs, and print a table and what was seen.
+    """Make all runs; print a table, a sample of text and a summary.
 
     Args:
-        plan: The numbers of workers and steps, and where run folders go.
-        launch: Starts a job on this machine, and returns its exit code.
-        console: Where the table and the sentences are printed.
-        clocks: Reads how busy the processors are, before and after each run.
+        plan: Numbers of workers and steps, and the folder for run folders.
+        launch: Runs a job on this machine, and returns its exit code.
+        console: Console for the table and the sentences.
+        clocks: Reads how busy the processors are. Called before and after each run.
         lab: Runs `paceline lab` with some words.
 
     Returns:
-        The exit code of the first run that failed, else 0.
+        The exit code of the first run that failed, or 0.
     """
     last = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
     try:
@@ -156,6 +180,7 @@ def run_demo(
         slow = cross_slow_link(plan, last, console, lab)
     except _RunFailed as failed:
         return failed.code
+    # Speeds mean nothing if other programs used the processors.
     console.print(
         make_table(outcomes) if plan.text is None else make_table(outcomes, str(plan.text))
     )
@@ -163,9 +188,9 @@ def run_demo(
         console.print(describe_busy_machine(outcomes), style="bold", soft_wrap=True)
     elif plan.meshes:
         console.print(describe_fastest(outcomes), style="bold", soft_wrap=True)
-    console.print("A sample of what it has learned to write:\n", style="bold")
+    console.print("A sample of text that the model has learned to write:\n", style="bold")
     console.print(Text(outcomes[2].sample), soft_wrap=True)
-    console.print("\nWhat you have seen:\n", style="bold")
+    console.print("\nThis is what you have seen:\n", style="bold")
     for sentence in (
         describe_same_losses(outcomes),
         describe_survival(outcomes[0], killed),
@@ -177,7 +202,7 @@ def run_demo(
         f"More text: paceline generate {plan.folder}/{last} --prompt 'class '", soft_wrap=True
     )
     console.print(
-        "How it is done: docs/index.md, docs/surviving.md, docs/sending-less.md", soft_wrap=True
+        "How it works: docs/index.md, docs/surviving.md, docs/sending-less.md", soft_wrap=True
     )
     return 0
 
@@ -189,10 +214,20 @@ def compare_worker_counts(
     console: Console,
     clocks: Callable[[], machine_load.ClockReading | None],
 ) -> list[DemoOutcome]:
-    """Train alone, alone with all cores, with all workers, and in each mesh."""
-    # threads of each worker, and of the one that is compared with them
+    """Train with one worker, one worker that has all cores, all workers, and in each mesh.
+
+    Args:
+        plan: Numbers of workers and steps.
+        last: Name of the long run. The names of the others begin with it.
+        launch: Runs a job, and returns its exit code.
+        console: Console for the title of each run.
+        clocks: Reads how busy the processors are.
+    """
+    # Each of several workers has `share` threads. A single worker with all cores has `whole`, the
+    # same sum, so that the comparison is fair.
     share = max(1, count_cores() // plan.workers)
     whole = share * plan.workers
+    # Title, name, workers, threads of each worker, steps, mesh.
     runs: list[tuple[str, str, int, int, int, str | None]] = [
         (f"1 worker, {format_count(share, 'core')}", f"{last}-alone", 1, share, plan.alone, None),
         (f"1 worker, {format_count(whole, 'core')}", f"{last}-whole", 1, whole, plan.alone, None),
@@ -205,15 +240,15 @@ def compare_worker_counts(
             None,
         ),
     ]
-    for number, each in enumerate(plan.meshes):
+    for mesh_index, mesh_text in enumerate(plan.meshes, 1):
         runs.append(
             (
-                f"{plan.workers} workers, {each}",
-                f"{last}-mesh{number + 1}",
+                f"{plan.workers} workers, {mesh_text}",
+                f"{last}-mesh{mesh_index}",
                 plan.workers,
                 share,
                 plan.alone,
-                each,
+                mesh_text,
             )
         )
     outcomes = []
@@ -234,8 +269,13 @@ def compare_worker_counts(
 
 
 def lose_worker(plan: DemoPlan, last: str, launch: LaunchJob, console: Console) -> DemoOutcome:
-    """Train the first steps with all workers; the last of them is killed after half of the
-    steps.
+    """Train the first steps with all workers, and kill the last worker after half of them.
+
+    Args:
+        plan: Numbers of workers and steps.
+        last: Name of the long run. The name of this run begins with it.
+        launch: Runs a job, and returns its exit code.
+        console: Console for the title of the run.
     """
     name, title = f"{last}-killed", f"{plan.workers} workers, one of which is killed"
     console.print(f"\n{title}: {plan.alone} steps", style="bold")
@@ -250,12 +290,20 @@ def lose_worker(plan: DemoPlan, last: str, launch: LaunchJob, console: Console) 
 def cross_slow_link(
     plan: DemoPlan, last: str, console: Console, lab: RunLab
 ) -> tuple[DemoOutcome, DemoOutcome] | str:
-    """Train on two hosts of a lab, exact and with little sent; return why not if there is no
-    lab.
+    """Train on two hosts of a lab twice: with exact exchanges, and with compressed, rarer ones.
+
+    Args:
+        plan: The runs of the demo.
+        last: Name of the long run. The names of these runs begin with it.
+        console: Console for the title of each run.
+        lab: Runs `paceline lab` with some words.
+
+    Returns:
+        The two outcomes, or the reason why this machine can't build a lab.
     """
-    answer = lab(["check"])
-    if answer.returncode:
-        lines = (line.partition("MISSING") for line in (answer.stdout or "").splitlines())
+    check = lab(["check"])
+    if check.returncode:
+        lines = (line.partition("MISSING") for line in (check.stdout or "").splitlines())
         reasons = [reason.lstrip(": ") for _, word, reason in lines if word]
         return reasons[0] if reasons else "paceline lab check says why"
     outcomes = []
@@ -277,29 +325,29 @@ def cross_slow_link(
 
 
 def run_or_fail(launch: LaunchJob, request: LaunchRequest) -> None:
-    """Run a job; raise `_RunFailed` if it fails."""
+    """Run a job. Raise `_RunFailed` if its exit code is not 0."""
     code = launch(request)
     if code:
         raise _RunFailed(code)
 
 
 def describe_same_losses(outcomes: Sequence[DemoOutcome]) -> str:
-    """Say whether one worker and several had the same losses."""
+    """Say whether one worker and several workers had the same losses."""
     alone, several = outcomes[0], outcomes[2]
     difference = compute_difference(alone.losses, several.losses)
     verb = "have the same losses as" if difference < LOSS_TOLERANCE else "DON'T have the losses of"
     return (
         f"{format_count(several.summary['workers'], 'worker')} {verb} one "
         f"worker ({difference:.1e} apart "
-        f"at most in {len(alone.losses)} steps), and the script names no number of workers."
+        f"at most in {len(alone.losses)} steps). The script doesn't mention the number of workers."
     )
 
 
 def describe_survival(alone: DemoOutcome, killed: DemoOutcome) -> str:
-    """Say what became of the run whose worker was killed.
+    """Describe the run in which a worker was killed.
 
-    Losses are compared after its end: what it had logged of its last steps, and not yet told the
-    others, went with it.
+    Only losses after the kill are compared. The killed worker logged some losses before it that it
+    had not yet sent to the others, and these are lost.
     """
     step = len(alone.losses) // 2
     difference = compute_difference(alone.losses[step:], killed.losses[step:])
@@ -307,8 +355,8 @@ def describe_survival(alone: DemoOutcome, killed: DemoOutcome) -> str:
     verb = "are the same as" if difference < LOSS_TOLERANCE else "are NOT the same as"
     return (
         f"A worker was killed (SIGKILL) after {step} steps, "
-        f"and the others went on at once: {counts} "
-        f"were trained on, each once, and all losses after it {verb} those of one worker "
+        f"and the others went on at once. They trained on {counts}, "
+        f"each of them once, and all losses after the kill {verb} those of one worker "
         f"({difference:.1e} apart at most)."
     )
 
@@ -329,64 +377,67 @@ def describe_slow_link(slow: tuple[DemoOutcome, DemoOutcome] | str) -> str:
 
 
 def is_disturbed(outcomes: Sequence[DemoOutcome]) -> bool:
-    """Whether other programs took so much of the processors that speeds can't be compared."""
+    """Tell whether other programs used so much of the processors that speeds mean nothing."""
     return machine_load.is_crowded(
         max(outcome.others for outcome in outcomes), count_cores(), count_affinity_cores()
     )
 
 
 def describe_busy_machine(outcomes: Sequence[DemoOutcome]) -> str:
-    """Return the remark for speeds that can't be compared."""
-    most = max(outcomes, key=lambda outcome: outcome.others)
-    used = (
-        f"beside '{most.title}' other programs used {most.others:.1f} of "
+    """Say why the speeds can't be compared."""
+    busiest = max(outcomes, key=lambda outcome: outcome.others)
+    other_use = (
+        f"beside '{busiest.title}' other programs used {busiest.others:.1f} of "
         f"{format_count(count_affinity_cores(), 'core')}"
     )
     return (
-        f"The machine is busy ({used}): the speed-up isn't meaningful, and is left out. "
+        f"The machine is busy ({other_use}): the speed-up isn't meaningful, and is left out. "
         "Try again when nothing else runs.\n"
     )
 
 
 def describe_fastest(outcomes: Sequence[DemoOutcome]) -> str:
-    """Say which of the outcomes is of the fastest run, and how much faster it was than the
-    others.
-    """
+    """Name the fastest run, and say how much faster it was than each of the others."""
     first, *others = sorted(
         outcomes, key=lambda outcome: outcome.summary["samples_per_second"], reverse=True
     )
     speed = first.summary["samples_per_second"]
-    behind = ", ".join(
-        f"{speed / other.summary['samples_per_second']:.2f} times '{other.title}'"
+    speed_ups = ", ".join(
+        f"{speed / other.summary['samples_per_second']:.2f} times as fast as '{other.title}'"
         for other in others
     )
-    return f"The fastest here was '{first.title}', with {speed:,.0f} samples/s: {behind}.\n"
+    return (
+        f"The fastest run was '{first.title}', with {speed:,.0f} samples/s. It was {speed_ups}.\n"
+    )
 
 
 def read_outcome(folder: Path, title: str) -> DemoOutcome:
-    """Read the results in a run folder of the demo."""
+    """Read the results of a run of the demo from its folder."""
     lines = (json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines())
     losses = [line["loss"] for line in lines if "loss" in line]
     summary = json.loads((folder / "summary.json").read_text())
     if not (folder / "demo.json").exists():  # a brief run
         return DemoOutcome(title, summary, losses)
-    said = json.loads((folder / "demo.json").read_text())
-    return DemoOutcome(
-        title, summary, losses, (said["validation"][0], said["validation"][1]), said["sample"]
-    )
+    results = json.loads((folder / "demo.json").read_text())
+    before, after = results["validation"]
+    return DemoOutcome(title, summary, losses, (before, after), results["sample"])
 
 
 def make_table(
     outcomes: Sequence[DemoOutcome], source: str = "the standard library's sources"
 ) -> Table:
-    """Compare the outcomes side by side; speed-up and losses are relative to the first."""
-    base, quiet = outcomes[0], not is_disturbed(outcomes)
-    whole = Table(
+    """Make a table of the outcomes, side by side.
+
+    Speed-ups and differences of losses are relative to the first outcome. `source` names the text
+    that the model learned from.
+    """
+    base, is_quiet = outcomes[0], not is_disturbed(outcomes)
+    table = Table(
         title=f"\npaceline demo: a GPT of 0.9 M parameters on {source}", title_justify="left"
     )
-    whole.add_column("", no_wrap=len(outcomes) <= 3)  # 80 letters have to do
+    table.add_column("", no_wrap=len(outcomes) <= 3)  # three columns fit in 80 letters
     for outcome in outcomes:
-        whole.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)
+        table.add_column(outcome.title.replace(", ", "\n"), justify="right", no_wrap=True)
     rows: list[tuple[str, Callable[[DemoOutcome], str]]] = [
         ("steps", lambda o: f"{len(o.losses)}"),
         ("train loss, first 10 steps", lambda o: f"{compute_mean(o.losses[:10]):.3f}"),
@@ -406,7 +457,7 @@ def make_table(
             "speed-up",
             lambda o: (
                 f"{o.summary['samples_per_second'] / base.summary['samples_per_second']:.2f}x"
-                if quiet
+                if is_quiet
                 else "busy"
             ),
         ),
@@ -418,25 +469,25 @@ def make_table(
         ("sent in a step, between hosts", lambda o: format_megabytes(o, "between")),
     ]
     for label, cell in rows:
-        whole.add_row(label, *(cell(outcome) for outcome in outcomes))
-    return whole
+        table.add_row(label, *(cell(outcome) for outcome in outcomes))
+    return table
 
 
 def compute_mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean."""
+    """Compute the arithmetic mean."""
     return sum(values) / len(values)
 
 
 def compute_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    """Return the largest difference between two curves, over the steps that both have."""
-    return max(abs(a - b) for a, b in zip(one, other, strict=False))
+    """Compute the largest difference between two curves, over the steps that both have."""
+    return max(abs(first - second) for first, second in zip(one, other, strict=False))
 
 
 def format_milliseconds(outcome: DemoOutcome, part: str) -> str:
-    """Return the time of a part of a step, in words."""
+    """Format the time of one part of a step."""
     return f"{outcome.summary['step_seconds'][part] * 1e3:.1f} ms"
 
 
 def format_megabytes(outcome: DemoOutcome, where: str) -> str:
-    """Return the bytes that one step sent, in words."""
+    """Format the number of bytes that one step sent."""
     return f"{outcome.summary['bytes_sent'][where] / 1e6:.2f} MB"

@@ -18,8 +18,16 @@ from paceline.parallel.cut import ModelCut
 
 @dataclass(frozen=True)
 class GPTShape:
-    """The sizes of a GPT: width `d`, layers, heads, tokens seen at once, different tokens;
-    `tied` shares the two embeddings.
+    """The sizes of a GPT.
+
+    Attributes:
+        d: Width of the residual stream.
+        layers: Number of blocks.
+        heads: Number of attention heads in each block. It divides `d`.
+        context: Largest number of tokens that the model sees at once.
+        vocab: Number of different tokens.
+        dropout: Probability of dropout.
+        tied: Whether the embedding of tokens and the last layer share their weights.
     """
 
     d: int = 128
@@ -31,26 +39,43 @@ class GPTShape:
     tied: bool = False
 
 
-MAX_PARAMETERS = 1 << 32  # parameters of a model that a file describes
+MAX_PARAMETERS = 1 << 32  # most parameters of a model that a file may describe
 SMALL = GPTShape()  # 0.9 M parameters
 MEDIUM = GPTShape(d=512, layers=6, heads=8)  # 19 M parameters
 
 
 class KeyValueCache:
-    """The keys and values of the tokens so far, of each attention layer: (batch, heads that this
-    worker has, context, d / heads).
+    """The keys and values of all tokens so far, for each attention layer.
 
-    Each worker has those of its layers, and all count the same tokens.
+    Tensors are (batch, heads of this worker, context, d / heads). Each worker has those of its own
+    layers. All workers count the same tokens.
+
+    Attributes:
+        length: Number of tokens that all layers have.
     """
 
     def __init__(self, context: int) -> None:
-        self.length = 0  # tokens that all layers have
+        self.length = 0
         self._context = context
         self._layer_tensors: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._extended_layers: set[nn.Module] = set()  # since tokens were counted
+        self._extended_layers: set[nn.Module] = set()  # since the last `count_tokens`
 
     def extend_layer(self, layer: nn.Module, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens to what a layer has, and return all of them."""
+        """Add the keys and values of new tokens to a layer.
+
+        Args:
+            layer: The attention layer.
+            keys: Keys of the new tokens, (batch, heads, new tokens, d / heads).
+            values: Values of the new tokens, of the same shape.
+
+        Returns:
+            Keys and values of all tokens so far.
+
+        Raises:
+            UsageError: The number of rows has changed, or the layer is called twice for the same
+                tokens with different rows.
+        """
+        # Allocate memory for the whole context. A cache that is empty may get another batch size.
         if layer not in self._layer_tensors or (
             not self.length
             and layer not in self._extended_layers
@@ -62,19 +87,19 @@ class KeyValueCache:
         if layer not in self._extended_layers and len(self._layer_tensors[layer][0]) != len(keys):
             raise pl.UsageError(
                 f"{len(self._layer_tensors[layer][0])} rows have tokens so far, and {len(keys)} "
-                "came: "
-                "call clear() before others come"
+                "came: call clear() before the number of rows changes"
             )
-        for kept, new in zip(self._layer_tensors[layer], (keys, values), strict=True):
+        # A layer may be called again for the same tokens, but only with the same keys and values.
+        for cached, new in zip(self._layer_tensors[layer], (keys, values), strict=True):
             if layer in self._extended_layers and not torch.equal(
-                kept[:, :, self.length : stop], new
+                cached[:, :, self.length : stop], new
             ):
                 raise pl.UsageError(
-                    "layers were called with other rows before tokens were counted (micro-batches "
-                    "of a pipeline): give one row at a time "
-                    "to a GPT that keeps keys and values over stages"
+                    "a layer was called twice for the same tokens, with different rows "
+                    "(micro-batches of a pipeline): give one row at a time "
+                    "to a GPT that caches keys and values on several stages"
                 )
-            kept[:, :, self.length : stop] = new
+            cached[:, :, self.length : stop] = new
         self._extended_layers.add(layer)
         return self._layer_tensors[layer][0][:, :, :stop], self._layer_tensors[layer][1][
             :, :, :stop
@@ -92,8 +117,9 @@ class KeyValueCache:
 
 
 class Positions(nn.Embedding):
-    """A vector for each place; places are counted from the tokens so far, while text is
-    generated.
+    """A vector for each position.
+
+    While text is generated, positions are counted from the number of cached tokens.
     """
 
     cache: KeyValueCache | None = None
@@ -103,8 +129,13 @@ class Positions(nn.Embedding):
 
 
 def draw_weights(layer: nn.Linear | nn.Embedding, *, added: int = 0) -> None:
-    """Draw the weights of a layer, smaller ones where it is one of the two of each of `added`
-    blocks that add to the residual stream.
+    """Draw the weights of a layer from a normal distribution.
+
+    Args:
+        layer: The layer.
+        added: Number of blocks, if the layer is one of the two in each block whose output is added
+            to the residual stream. Their weights are smaller, so that the sum doesn't grow with the
+            number of blocks. Default: the layer is none of them.
     """
     nn.init.normal_(layer.weight, std=0.02 / (math.sqrt(2 * added) if added else 1.0))
     if isinstance(layer, nn.Linear) and layer.bias is not None:
@@ -112,14 +143,17 @@ def draw_weights(layer: nn.Linear | nn.Embedding, *, added: int = 0) -> None:
 
 
 class Attention(nn.Module):
-    """Causal self-attention of every token to those before it; (batch, tokens, d) in and out."""
+    """Causal self-attention: each token attends to itself and to earlier ones.
+
+    Input and output are (batch, tokens, d).
+    """
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
         self.heads, self.dropout, self.layers = shape.heads, shape.dropout, shape.layers
         self.qkv = nn.Linear(shape.d, 3 * shape.d)
         self.out = nn.Linear(shape.d, shape.d)
-        self.cache: KeyValueCache | None = None  # while text is generated
+        self.cache: KeyValueCache | None = None  # only while text is generated
 
     def reset_parameters(self) -> None:
         """Draw the weights."""
@@ -137,12 +171,17 @@ class Attention(nn.Module):
         return out
 
     def _attend_cached(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Let the newest tokens, whose queries are `q`, look at all so far, whose keys and
-        values are `k` and `v`.
+        """Attend from the newest tokens to all tokens so far.
+
+        Args:
+            q: Queries of the newest tokens.
+            k: Keys of all tokens so far.
+            v: Values of all tokens so far.
         """
-        new, there = q.shape[2], k.shape[2]
+        new, total = q.shape[2], k.shape[2]
+        # The newest token sees all others, the one before it all but the newest, and so on.
         mask = (
-            torch.ones(new, there, dtype=torch.bool, device=q.device).tril(there - new)
+            torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
             if new > 1
             else None
         )
@@ -152,7 +191,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a two-layer perceptron, each added to what came in."""
+    """Attention and a two-layer perceptron. The output of each is added to its input."""
 
     def __init__(self, shape: GPTShape) -> None:
         super().__init__()
@@ -163,7 +202,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def reset_parameters(self) -> None:
-        """Draw the weights, those of the attention first."""
+        """Draw the weights of the attention, then those of the perceptron."""
         self.attention.reset_parameters()
         draw_weights(self.up)
         draw_weights(self.down, added=self.layers)
@@ -175,10 +214,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, tokens) to the logits of the next ones (batch, tokens, vocab).
+    """A GPT: tokens (batch, tokens) in, logits of the next tokens (batch, tokens, vocab) out.
 
-    `tensor_plan` is what `pl.tensor("auto")` cuts: two sums forward and two backward for each
-    block; no worker has all logits.
+    `tensor_plan` is the plan of `pl.tensor("auto")`. It costs each block two sums in the forward
+    pass and two in the backward pass. No worker has all logits.
     """
 
     tensor_plan = pl.tensor(
@@ -213,19 +252,21 @@ class GPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def reset_parameters(self) -> None:
-        """Draw the weights that are in no block; each block draws its own."""
+        """Draw the weights outside of the blocks. Each block draws its own."""
         for layer in (self.tokens, self.positions, self.head):
             draw_weights(layer)
 
     def forward(self, x: Tensor) -> Tensor:
-        here = torch.arange(x.shape[1], device=x.device)
-        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.positions(here))))
+        x = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+        logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits
 
     @contextlib.contextmanager
     def cache_tokens(self) -> Iterator[KeyValueCache]:
-        """Keep keys and values inside of the block: a call there goes on from the tokens that
-        the cache `took`, in eval mode.
+        """Cache keys and values inside of the `with` block, in eval mode.
+
+        A call of the model in the block gets new tokens only. Tell the cache their number with
+        `count_tokens`, so that the next call continues after them.
         """
         layers = [module for module in self.modules() if isinstance(module, Attention | Positions)]
         cache = KeyValueCache(self.shape.context)
@@ -239,46 +280,53 @@ class GPT(nn.Module):
 
 
 def make_builder(fields: Mapping[str, Any]) -> Callable[[], GPT]:
-    """Make a function that builds the GPT of these fields of a `GPTShape`, as a run's folder has
-    them.
+    """Make a function that builds a GPT.
 
-    Raises ValueError, or TypeError.
+    Args:
+        fields: Fields of a `GPTShape`, as the folder of a run has them.
+
+    Raises:
+        ValueError: A value is impossible, or the model is too large.
+        TypeError: A name is unknown.
     """
     shape = GPTShape(**fields)
-    kinds = {
-        name: (int, float) if name == "dropout" else (type(usual),)
-        for name, usual in vars(SMALL).items()
+    # The fields come from a file, so types and values are checked.
+    types = {
+        name: (int, float) if name == "dropout" else (type(default),)
+        for name, default in vars(SMALL).items()
     }
-    odd = [
-        name for name, value in vars(shape).items() if type(value) not in kinds[name] or value < 0
+    wrong_names = [
+        name for name, value in vars(shape).items() if type(value) not in types[name] or value < 0
     ]
     if (
-        odd
+        wrong_names
         or not all((shape.d, shape.layers, shape.heads, shape.context, shape.vocab))
         or shape.d % shape.heads
         or not shape.dropout < 1
     ):
-        raise ValueError(f"no GPT is {shape}")
+        raise ValueError(f"no GPT can have these sizes: {shape}")
+    # A block has about 12 * d * d parameters.
     if (12 * shape.layers * shape.d + shape.context + shape.vocab) * shape.d > MAX_PARAMETERS:
-        raise ValueError(
-            f"{shape} has more parameters than the {MAX_PARAMETERS:,} that programs here train"
-        )
+        raise ValueError(f"{shape} has more than {MAX_PARAMETERS:,} parameters, which is the limit")
     return lambda: GPT(shape)
 
 
 def make_cuts(axes: Collection[str]) -> list[ModelCut]:
-    """Cuts of a GPT along these axes of a mesh."""
+    """Make the cuts of a GPT along these axes of a mesh."""
     stages = pl.pipeline("tokens, positions, blocks.*, norm, head")
-    known: dict[str, ModelCut] = {
+    cut_by_axis: dict[str, ModelCut] = {
         "tensor": pl.tensor("auto"),
         "stage": stages,
         "shard": pl.shard("blocks.*"),
     }
-    return [cut for axis, cut in known.items() if axis in axes]
+    return [cut for axis, cut in cut_by_axis.items() if axis in axes]
 
 
 def next_token_loss(logits: Tensor, y: Tensor) -> Tensor:
-    """Return the mean cross entropy of logits (batch, tokens, vocab) against the tokens `y`
-    (batch, tokens) that came next, in nats.
+    """Compute the mean cross entropy, in nats.
+
+    Args:
+        logits: Logits of the model, (batch, tokens, vocab).
+        y: Tokens that came next, (batch, tokens).
     """
     return F.cross_entropy(logits.flatten(0, 1), y.flatten())

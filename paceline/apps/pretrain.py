@@ -1,5 +1,6 @@
-"""Trains the small GPT on the standard library's sources: the script that `paceline demo` runs
-on every worker.
+"""Trains the small GPT on the standard library's sources.
+
+It is the script that `paceline demo` runs on every worker.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from paceline.apps.generation import Sampling, generate_tokens
 from paceline.apps.gpt import GPT, SMALL, make_cuts, next_token_loss
 from paceline.session.load import DESCRIPTION, describe_model
 
-BATCH = 32  # of all workers together
-VALIDATION = 1024  # windows
-PROMPT = "def "
+BATCH = 32  # samples of a step, of all workers together
+VALIDATION = 1024  # windows in the validation set
+PROMPT = "def "  # begin of the sample of text
 
 
 class TrainingTask(NamedTuple):
-    """The task of a training: a model that is the same in every process, and batches in an order
-    that doesn't depend on workers.
-    """
+    """A model that is the same in every process, and batches that don't depend on the workers."""
 
     model: GPT
     train: DataLoader[tuple[Tensor, Tensor]]
@@ -40,15 +39,17 @@ class TrainingTask(NamedTuple):
 
 
 def make_task(steps: int, folder: Path | None = None) -> TrainingTask:
-    """Make the model and the data of the demo; the first k steps are the same whatever `steps`
-    is.
+    """Make the model and the data of the demo.
+
+    The first batches are the same for any `steps`. `folder` has .py files to learn from. Default:
+    Python's standard library.
     """
     train, validation = source_text.make_datasets(SMALL.context, folder=folder)
-    chance = torch.Generator().manual_seed(0)
-    rows = torch.randperm(len(train), generator=chance)
-    # a small text is read several times
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randperm(len(train), generator=generator)
+    # A small text is read several times.
     rows = rows.repeat(-(-steps * BATCH // len(rows)))[: steps * BATCH]
-    held_out = torch.randperm(len(validation), generator=chance)[:VALIDATION]
+    held_out = torch.randperm(len(validation), generator=generator)[:VALIDATION]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = GPT(SMALL)
@@ -63,7 +64,13 @@ def make_task(steps: int, folder: Path | None = None) -> TrainingTask:
 def evaluate_loss(
     run: pl.Run, model: nn.Module, loader: DataLoader[tuple[Tensor, Tensor]]
 ) -> float:
-    """Compute the mean loss over all of `loader`, whichever worker saw which rows."""
+    """Compute the mean loss over a whole data set. Collective.
+
+    Args:
+        run: The run.
+        model: The prepared model.
+        loader: The prepared loader. Each worker sees some of its rows.
+    """
     losses = []
     for x, y in loader:
         logits = run.forward(model, x.to(run.device))
@@ -76,7 +83,13 @@ def evaluate_loss(
 
 
 def generate_sample(run: pl.Run, model: GPT, count: int = 240) -> str:
-    """Generate the text with which the model continues "def ". Collective."""
+    """Continue "def " by the model. Collective.
+
+    Args:
+        run: The run.
+        model: The prepared model.
+        count: Number of tokens. Default: 240.
+    """
     prompt = PROMPT.encode()
     model.eval()
     return source_text.decode_tokens(
@@ -91,12 +104,12 @@ def generate_sample(run: pl.Run, model: GPT, count: int = 240) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, required=True, help="steps to train")
+    parser.add_argument("--steps", type=int, required=True, help="number of steps to train")
     parser.add_argument(
-        "--of", type=int, required=True, help="steps that the learning rate is planned for"
+        "--of", type=int, required=True, help="number of steps in the plan of the learning rate"
     )
     parser.add_argument("--name", required=True, help="name of the run folder")
-    parser.add_argument("--folder", default="runs", help="where run folders are")
+    parser.add_argument("--folder", default="runs", help="folder of the run folders")
     parser.add_argument(
         "--text",
         type=Path,
@@ -104,10 +117,10 @@ def main() -> None:
         help="a folder of .py files instead of the standard library",
     )
     parser.add_argument(
-        "--brief", action="store_true", help="train only: no validation, no sample, no checkpoint"
+        "--brief", action="store_true", help="only train: no validation, no sample, no checkpoint"
     )
     parser.add_argument(
-        "--kill", type=int, default=None, help="the last worker is killed after this many steps"
+        "--kill", type=int, default=None, help="kill the last worker after this number of steps"
     )
     options = parser.parse_args()
 
@@ -115,16 +128,17 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     schedule = OneCycleLR(optimizer, max_lr=3e-3, total_steps=options.of + 1, pct_start=0.1)
     with pl.start(name=options.name, folder=options.folder, total_steps=options.steps) as run:
-        parts = run.prepare(
+        prepared = run.prepare(
             model, optimizer, schedule, loader, held_out, cut=make_cuts(run.mesh.cut_axes)
         )
-        model, optimizer, schedule, loader, held_out = parts
+        model, optimizer, schedule, loader, held_out = prepared
         before = 0.0 if options.brief else evaluate_loss(run, model, held_out)
         workers = run.size
         for x, y in loader:
+            # The kernel does the same when memory runs out. In the smaller group nothing is killed.
             if run.steps == options.kill and run.size == workers and run.rank == workers - 1:
-                os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does it when memory runs out
-            # forward and backward, in any mesh
+                os.kill(os.getpid(), signal.SIGKILL)
+            # Forward and backward, in any mesh.
             loss = run.step(model, x.to(run.device), y.to(run.device), loss=next_token_loss)
             run.clip(model, 1.0)
             optimizer.step()
@@ -134,9 +148,9 @@ def main() -> None:
         if options.brief:
             return
         after = evaluate_loss(run, model, held_out)
-        written = generate_sample(run, model)
+        sample = generate_sample(run, model)
         if run.is_first:
-            outcome = {"validation": [before, after], "sample": written}
+            outcome = {"validation": [before, after], "sample": sample}
             (run.folder.path / "demo.json").write_text(json.dumps(outcome))
             (run.folder.path / DESCRIPTION).write_text(describe_model("gpt", asdict(SMALL)))
         run.save(keep=1, metric=after, best="min")

@@ -1,5 +1,6 @@
-"""Real text that every machine has: the standard library's own sources, as bytes, split by file
-into train and validation.
+"""Real text that every machine has: the sources of the standard library, as bytes.
+
+The files are split into train and validation files.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 
 from paceline.errors import DataError
 
-# Tests, and what isn't on every machine.
+# Folders of tests, and folders that some machines don't have.
 LEFT_OUT = {
     "site-packages",
     "dist-packages",
@@ -25,12 +26,13 @@ LEFT_OUT = {
     "__pycache__",
     "config",
 }
-VALIDATION_INTERVAL = 10  # one file in so many
+VALIDATION_INTERVAL = 10  # one file in this number is for validation
 
 
 def list_sources(folder: Path | None = None) -> list[Path]:
-    """List the .py files under `folder` (default: Python's standard library without its tests),
-    in an order that is the same everywhere.
+    """List the .py files under a folder, in an order that is the same on all machines.
+
+    `folder` is the standard library by default, without its tests.
     """
     root = folder or Path(sysconfig.get_path("stdlib"))
     files = [
@@ -42,21 +44,23 @@ def list_sources(folder: Path | None = None) -> list[Path]:
 
 
 def split_files(files: list[Path]) -> tuple[list[Path], list[Path]]:
-    """Split into train and validation files; where a file goes depends on its name only, so that
-    no text is ever in both.
+    """Split files into train and validation files.
+
+    The name of a file alone decides, so no text is ever in both.
     """
     validation = [
         path
         for path in files
         if hashlib.sha256(path.name.encode()).digest()[0] % VALIDATION_INTERVAL == 0
     ]
-    kept = set(validation)
-    return [path for path in files if path not in kept], validation
+    validation_set = set(validation)
+    return [path for path in files if path not in validation_set], validation
 
 
 def read_tokens(files: list[Path], *, limit: int | None = None) -> Tensor:
-    """Read the bytes of the files one after the other, as uint8 tokens; `limit` stops after so
-    many.
+    """Read the bytes of files, one after the other, as uint8 tokens.
+
+    `limit` is the largest number of tokens.
     """
     text = bytearray()
     for path in files:
@@ -71,14 +75,17 @@ def read_tokens(files: list[Path], *, limit: int | None = None) -> Tensor:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of `context` tokens, side by side: item i is (x, y), int64 of `context` elements,
-    y the tokens that come next.
+    """Windows of tokens, side by side.
+
+    Item i is (x, y), both int64 of `context` elements. y are the tokens that follow those of x.
     """
 
     def __init__(self, tokens: Tensor, context: int) -> None:
         if tokens.numel() <= context:
-            more = "give more text (one file in ten is for validation) or a shorter context"
-            raise DataError(f"{tokens.numel()} tokens are too few for windows of {context}: {more}")
+            raise DataError(
+                f"{tokens.numel()} tokens are too few for windows of {context}: give more text "
+                "(one file in ten is for validation) or a shorter context"
+            )
         self.tokens, self.context = tokens, context
 
     def __len__(self) -> int:
@@ -87,14 +94,21 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        cut = self.tokens[index * self.context : (index + 1) * self.context + 1].long()
-        return cut[:-1], cut[1:]
+        # One token more than the context, for the last target.
+        window = self.tokens[index * self.context : (index + 1) * self.context + 1].long()
+        return window[:-1], window[1:]
 
 
 def make_datasets(
     context: int, *, folder: Path | None = None, limit: int | None = None
 ) -> tuple[Windows, Windows]:
-    """Make train and validation windows of `context` tokens; `limit` bounds the bytes of each."""
+    """Make windows for training and for validation.
+
+    Args:
+        context: Number of tokens in a window.
+        folder: Folder of .py files. Default: the standard library.
+        limit: Largest number of bytes of each data set. Default: all.
+    """
     train, validation = split_files(list_sources(folder))
     return Windows(read_tokens(train, limit=limit), context), Windows(
         read_tokens(validation, limit=limit), context

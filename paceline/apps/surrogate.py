@@ -1,9 +1,9 @@
-"""Trains a U-Net to do the work of a solver: it predicts the field of a dye in a flow in one pass.
+"""Trains a U-Net to replace a solver: it predicts the field of a dye in a flow in one pass.
 
     python -m paceline.apps.surrogate [--steps 200]         or under any launcher of several workers
 
-numbers -> advection.py draws and solves -> (field, flow, diffusivity)
-                                                 -> U-Net -> field after some time
+    indices -> advection.py draws and solves -> (field, flow, diffusivity)
+                                                   -> U-Net -> field after some time
 
 summary.json has the errors.
 """
@@ -22,9 +22,9 @@ import paceline as pl
 from paceline.apps.advection import Advection, SolvedBatch, SolvedSamples, compute_relative_errors
 from paceline.apps.unet import NORMS, UNet, UNetShape
 
-HELD_OUT = 1 << 40  # the number of the first sample that is not trained on
+HELD_OUT = 1 << 40  # index of the first validation sample; no training sample is as high
 
-Predict = Callable[[Tensor], Tensor]  # from what is given to the field after the time
+Predict = Callable[[Tensor], Tensor]  # from `SolvedBatch.given` to `SolvedBatch.after`
 
 
 def build_model(shape: UNetShape, seed: int) -> UNet:
@@ -35,12 +35,12 @@ def build_model(shape: UNetShape, seed: int) -> UNet:
 
 
 def compute_loss(predicted: Tensor, after: Tensor) -> Tensor:
-    """Compute the loss that is trained on: the mean over samples of the squared relative error."""
+    """Compute the training loss: the mean over samples of the squared relative error."""
     return compute_relative_errors(predicted, after).square().mean()
 
 
 def predict_unchanged(given: Tensor) -> Tensor:
-    """Predict that nothing happens."""
+    """Predict that the field doesn't change."""
     return given[:, :1]
 
 
@@ -48,8 +48,12 @@ def predict_unchanged(given: Tensor) -> Tensor:
 def evaluate_errors(
     run: pl.Run, loader: DataLoader[SolvedBatch], ways: Mapping[str, Predict]
 ) -> dict[str, float]:
-    """Compute the mean relative error of each way over all of `loader`, whichever worker saw
-    which samples.
+    """Compute the mean relative error of several predictions over a whole data set. Collective.
+
+    Args:
+        run: The run.
+        loader: The prepared loader. Each worker sees some of its samples.
+        ways: Predictions by name.
     """
     errors: dict[str, list[Tensor]] = {name: [] for name in ways}
     for given, after in loader:
@@ -69,7 +73,15 @@ def train_model(
     schedule: OneCycleLR,
     loader: DataLoader[SolvedBatch],
 ) -> None:
-    """Take a step with each batch."""
+    """Take a step with each batch.
+
+    Args:
+        run: The run.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        schedule: The prepared schedule of the learning rate.
+        loader: The prepared loader.
+    """
     model.train()
     for given, after in loader:
         loss = compute_loss(model(given.to(run.device)), after.to(run.device))
@@ -97,13 +109,13 @@ def main() -> None:
         "--rate",
         type=float,
         default=3e-3,
-        help="the highest learning rate, of AdamW (default %(default)s)",
+        help="highest learning rate of AdamW (default %(default)s)",
     )
     parser.add_argument(
         "--held-out",
         type=int,
         default=256,
-        help="samples that errors are taken of (default %(default)s)",
+        help="number of samples for the errors (default %(default)s)",
     )
     parser.add_argument(
         "--grid",
@@ -115,33 +127,38 @@ def main() -> None:
         "--time",
         type=float,
         default=0.25,
-        help="that passes; the fastest flow crosses the square in 1 (default %(default)s)",
+        help="time to predict; the fastest flow crosses the square in 1 (default %(default)s)",
     )
     parser.add_argument(
         "--width", type=int, default=16, help="channels of the finest level (default %(default)s)"
     )
     parser.add_argument(
-        "--levels", type=int, default=2, help="times that the grid is halved (default %(default)s)"
+        "--levels",
+        type=int,
+        default=2,
+        help="number of times that the grid is halved (default %(default)s)",
     )
     parser.add_argument(
-        "--norm", choices=sorted(NORMS), default="group", help="of the layers (default %(default)s)"
+        "--norm",
+        choices=sorted(NORMS),
+        default="group",
+        help="norm of the layers (default %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of model and samples (default %(default)s)"
+        "--seed", type=int, default=0, help="seed of model and samples (default %(default)s)"
     )
     parser.add_argument("--name", default=None, help="name of the run folder")
-    parser.add_argument("--folder", default="runs", help="where run folders are")
+    parser.add_argument("--folder", default="runs", help="folder of the run folders")
     options = parser.parse_args()
+    # Each level halves the grid, and the grid of the coarsest level has to be even, too.
     if options.grid < 16 or options.grid % (2 * 2**options.levels):
         parser.error(
             f"--grid {options.grid} with --levels {options.levels}: give 16 or more, divisible by "
             f"{2 * 2**options.levels}"
         )
 
-    equation, shape = (
-        Advection(options.grid, options.time),
-        UNetShape(width=options.width, levels=options.levels, norm=options.norm),
-    )
+    equation = Advection(options.grid, options.time)
+    shape = UNetShape(width=options.width, levels=options.levels, norm=options.norm)
     with pl.start(
         name=options.name, folder=options.folder, seed=options.seed, total_steps=options.steps
     ) as run:
@@ -153,11 +170,13 @@ def main() -> None:
         loader = SolvedSamples(equation, run.seed, 0, options.steps * options.batch).make_loader(
             options.batch
         )
+        # Validation samples are far away from those of training, whatever their number.
         held_out = SolvedSamples(equation, run.seed, HELD_OUT, options.held_out).make_loader(64)
         model, optimizer, schedule, loader, held_out = run.prepare(
             model, optimizer, schedule, loader, held_out
         )
         model.eval()
+        # Only the trained model changes, so the other predictions are evaluated once.
         before = evaluate_errors(run, held_out, {"error_before": model})
         train_model(run, model, optimizer, schedule, loader)
         model.eval()
@@ -172,10 +191,10 @@ def main() -> None:
         )
         run.results.update(before | after)
         run.print(
-            "relative error of the field after the time, against the solver: "
+            "relative error of the predicted field, against the solver: "
             f"{before['error_before']:.3f} before training, {after['error_after']:.3f} after it; "
-            f"{after['error_unchanged']:.3f} if nothing changed, "
-            f"{after['error_coarse_solver']:.3f} by a solver on half the grid"
+            f"{after['error_unchanged']:.3f} for the prediction that nothing changes, "
+            f"{after['error_coarse_solver']:.3f} for a solver on half the grid"
         )
 
 

@@ -1,13 +1,15 @@
-"""A U-Net (Ronneberger et al. 2015) for fields on a periodic grid: convolutions down and up, with
-skips from each level to its other side.
+"""A U-Net (Ronneberger et al. 2015) for fields on a periodic grid.
+
+Convolutions lead down to coarser levels and up again. A skip leads from each level on the way down
+to the same level on the way up.
 
     x -+-> enter -+--------------------------------------> up.1 -> leave --> + -> out       levels=2
        |          `-> down.0 -+------------------> up.0 ---^                 ^
        |                      `-> down.1 -> middle ---^                      |
-       `--- the first channels: what is learned is how they change ----------'
+       `--- the first channels: the model learns how they change ------------'
 
 The modules are used in the order enter, down.*, middle, up.*, leave. torch.fx can trace the model,
-with these as leaves or without.
+with or without these modules as leaves.
 """
 
 from __future__ import annotations
@@ -27,19 +29,25 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 
 @dataclass(frozen=True)
 class UNetShape:
-    """The sizes of a U-Net: channels that go in and come out, channels of the finest level (each
-    below has twice as many), and levels.
+    """The sizes of a U-Net.
+
+    Attributes:
+        inward: Number of channels of the input.
+        outward: Number of channels of the output.
+        width: Number of channels of the finest level. Each coarser level has twice as many.
+        levels: Number of times that the grid is halved.
+        norm: Key of `NORMS`.
     """
 
     inward: int = 4
     outward: int = 1
     width: int = 16
     levels: int = 2
-    norm: str = "group"  # of NORMS
+    norm: str = "group"
 
 
 class Convolutions(nn.Module):
-    """Two convolutions around the edges of the grid, each with a norm and a bend."""
+    """Two convolutions that wrap around the edges of the grid, each with a norm and SiLU."""
 
     def __init__(self, inward: int, outward: int, norm: str) -> None:
         super().__init__()
@@ -56,7 +64,7 @@ class Convolutions(nn.Module):
 
 
 class Down(nn.Module):
-    """The mean of each two by two points, and a block with twice the channels."""
+    """The mean of each square of four points, then convolutions to twice the channels."""
 
     def __init__(self, channels: int, norm: str) -> None:
         super().__init__()
@@ -69,22 +77,23 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Each point four times over, beside the skip, and a block with half the channels."""
+    """Each point repeated four times, beside the skip, then convolutions to half the channels."""
 
     def __init__(self, channels: int, norm: str) -> None:
         super().__init__()
         self.block = Convolutions(channels + channels // 2, channels // 2, norm)
 
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-        """Map (samples, channels, n, n) and the skip (samples, channels / 2, 2n, 2n) to the
-        shape of the skip.
+        """Map (samples, channels, n, n) to the shape of the skip.
+
+        The skip is (samples, channels / 2, 2n, 2n).
         """
         out: Tensor = self.block(torch.cat([F.interpolate(x, scale_factor=2.0), skip], dim=1))
         return out
 
 
 class UNet(nn.Module):
-    """A U-Net for grids whose sides are divisible by 2 ** levels."""
+    """A U-Net. 2 ** levels divides the sides of its grids."""
 
     def __init__(self, shape: UNetShape) -> None:
         super().__init__()
@@ -98,6 +107,7 @@ class UNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (samples, inward, n, n) to (samples, outward, n, n)."""
+        # The model learns the change of the first channels, so these are added at the end.
         first = x[:, : self.shape.outward]
         x = self.enter(x)
         skips = []
@@ -105,6 +115,7 @@ class UNet(nn.Module):
             skips.append(x)
             x = down(x)
         x = self.middle(x)
+        # The last skip is from the coarsest level, which comes first on the way up.
         for up, skip in zip(self.up, reversed(skips), strict=True):
             x = up(x, skip)
         out: Tensor = first + self.leave(x)

@@ -1,1 +1,1 @@
-"""Benchmarks: collectives and training steps, measured on the cluster at hand."""
+"""Benchmarks of collectives and training steps, for the cluster of a user."""

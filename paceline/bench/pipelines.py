@@ -1,6 +1,4 @@
-"""Draws the schedules of pipelines that are named on the command line, such as 1f1b:4x8, and
-compares them.
-"""
+"""Draws and compares pipeline schedules by name, such as 1f1b:4x8."""
 
 from __future__ import annotations
 
@@ -18,20 +16,26 @@ from paceline.parallel.pipelining.simulate import (
     simulate_schedule,
 )
 
-MAX_RANKS, MAX_MICRO_BATCHES, MAX_CHUNKS = 64, 256, 8  # larger pictures are no help
-MAX_LINE_WIDTH = 140  # characters of a line of a picture
+MAX_RANKS, MAX_MICRO_BATCHES, MAX_CHUNKS = 64, 256, 8  # larger pictures are hard to read
+MAX_LINE_WIDTH = 140  # characters in a line of a picture
 ALL_SCHEDULES = "all"
 
 
 def show_schedules(asked: str | None, times: tuple[float, float, float], console: Console) -> None:
-    """Print the picture of a schedule, or with `all` a table of all of them.
+    """Print the picture of a schedule, or a table of all schedules.
 
-    `times` are of a forward, a backward and a transfer.
+    Args:
+        asked: Schedule and sizes, such as 1f1b:4x8, or `all`. None raises an error with advice.
+        times: Times of a forward pass, a backward pass and a transfer, in any unit.
+        console: Console to print on.
+
+    Raises:
+        UsageError: A name, a size or a time is wrong.
     """
     if asked is None:
         raise UsageError(
-            "bench pipeline draws schedules so far: say which one, as in --draw 1f1b:4x8, or "
-            "--draw all to compare them"
+            "bench pipeline draws schedules: give one, as in --draw 1f1b:4x8, or give --draw all "
+            "to compare them"
         )
     name, colon, sizes = asked.partition(":")
     if name not in (*SCHEDULES, ALL_SCHEDULES):
@@ -39,13 +43,12 @@ def show_schedules(asked: str | None, times: tuple[float, float, float], console
             f"{name} is not a schedule of pipelines; "
             f"{format_choices(name, (*SCHEDULES, ALL_SCHEDULES))}"
         )
-    if not all(0 < number < float("inf") for number in times[:2]) or not 0 <= times[2] < float(
-        "inf"
-    ):
+    if not all(0 < time < float("inf") for time in times[:2]) or not 0 <= times[2] < float("inf"):
         raise UsageError(
             f"--forward {times[0]:g} --backward {times[1]:g} --transfer {times[2]:g}: "
-            "give the first two more than 0, none less"
+            "give the first two more than 0, and the transfer 0 or more"
         )
+    # `all` has default sizes, a schedule has none.
     ranks, micro_batches, chunks = _parse_sizes(
         sizes if colon or name != ALL_SCHEDULES else "4x8", asked
     )
@@ -62,18 +65,19 @@ def show_schedules(asked: str | None, times: tuple[float, float, float], console
         f"{ranks} ranks, {micro_batches} micro-batches; forward {times[0]:g}, backward "
         f"{times[1]:g}, transfer {times[2]:g}"
     )
-    timelines, refused = [], []
-    for each in SCHEDULES:
+    # Not every schedule can have every size. The reasons are printed below the table.
+    timelines, refusals = [], []
+    for name in SCHEDULES:
         try:
             timelines.append(
                 _make_timeline(
-                    each, (ranks, micro_batches, chunks if each == "interleaved" else None), times
+                    name, (ranks, micro_batches, chunks if name == "interleaved" else None), times
                 )
             )
         except UsageError as error:
-            refused.append(str(error))
+            refusals.append(str(error))
     console.print(tabulate_timelines(timelines))
-    for line in refused:
+    for line in refusals:
         console.print(line, soft_wrap=True)
 
 
@@ -86,19 +90,20 @@ def _make_timeline(
 
 
 def _parse_sizes(text: str, asked: str) -> tuple[int, int, int | None]:
-    """Read ranks x micro-batches, or ranks x micro-batches x chunks; `asked` is what messages
-    show.
+    """Parse ranks x micro-batches, or ranks x micro-batches x chunks.
+
+    `asked` is the text that errors show.
     """
-    found = re.fullmatch(r"(\d{1,3})x(\d{1,3})(?:x(\d{1,3}))?", text, re.ASCII)
-    numbers = [int(number) for number in found.groups() if number] if found else []
-    if not numbers or any(
-        not 0 < number <= most
-        for number, most in zip(numbers, (MAX_RANKS, MAX_MICRO_BATCHES, MAX_CHUNKS), strict=False)
+    match = re.fullmatch(r"(\d{1,3})x(\d{1,3})(?:x(\d{1,3}))?", text, re.ASCII)
+    sizes = [int(size) for size in match.groups() if size] if match else []
+    if not sizes or any(
+        not 0 < size <= limit
+        for size, limit in zip(sizes, (MAX_RANKS, MAX_MICRO_BATCHES, MAX_CHUNKS), strict=False)
     ):
         raise UsageError(
-            f"{asked}: after the colon go ranks x micro-batches, as in 1f1b:4x8, and for "
-            "interleaved the stages on each rank, as in "
-            f"interleaved:4x8x2; at most {MAX_RANKS}, {MAX_MICRO_BATCHES} and {MAX_CHUNKS}"
+            f"{asked}: after the colon go ranks x micro-batches, as in 1f1b:4x8; interleaved may "
+            "have a third number, the stages on each rank, as in "
+            f"interleaved:4x8x2; the limits are {MAX_RANKS}, {MAX_MICRO_BATCHES} and {MAX_CHUNKS}"
         )
-    ranks, micro_batches, *chunks = numbers
+    ranks, micro_batches, *chunks = sizes
     return ranks, micro_batches, chunks[0] if chunks else None

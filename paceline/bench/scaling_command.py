@@ -1,4 +1,4 @@
-"""The command `paceline bench scaling`: arguments to a request, and nothing else."""
+"""The command `paceline bench scaling`: it turns arguments into a `ScalingRequest`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.errors import UsageError
 def scaling(
     ctx: typer.Context,
     script: Annotated[
-        Path | None, typer.Argument(help="The training script; its arguments stand behind a --.")
+        Path | None, typer.Argument(help="The training script. Its arguments follow after --.")
     ] = None,
     args: options.Arguments = None,
     *,
@@ -23,7 +23,9 @@ def scaling(
     ] = "1,2",
     kind: Annotated[
         Literal["strong", "weak", "both"] | None,
-        typer.Option(help="The same batch, or one that grows; default: both with --batch-option."),
+        typer.Option(
+            help="Keep the batch, or let it grow. Default: both with --batch-option, else strong."
+        ),
     ] = None,
     batch_option: Annotated[
         str | None,
@@ -33,55 +35,57 @@ def scaling(
         str | None,
         typer.Option(
             metavar="CLUSTER",
-            help="Run on hosts of the lab: a ready-made cluster, or a .toml file.",
+            help="Run on hosts of the lab: the name of a cluster, or a .toml file.",
         ),
     ] = None,
     rounds: Annotated[
         int,
-        typer.Option(help="Runs of each number of workers, in turns; that of median speed counts."),
+        typer.Option(
+            help="Runs of each number of workers, in turns. The one with the median speed counts."
+        ),
     ] = 1,
-    steps: Annotated[int, typer.Option(help="Steps after which a run is stopped.")] = 100,
+    steps: Annotated[int, typer.Option(help="Number of steps after which a run stops.")] = 100,
     seconds: Annotated[
-        float, typer.Option(help="Seconds of training after which a run is stopped.")
+        float, typer.Option(help="Seconds of training after which a run stops.")
     ] = 60.0,
     threads: Annotated[
         int | None,
         typer.Option(
-            help="Threads of each worker; default: its part of the cores with the most workers."
+            help="Threads of each worker. Default: its share of the cores with the most workers."
         ),
     ] = None,
     sync: options.Sync = None,
     folder: Annotated[
         Path | None,
-        typer.Option(help="Where the run folders are to stay; default: they are removed."),
+        typer.Option(help="Keep the run folders in this folder. Default: they are removed."),
     ] = None,
     read: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="RUN", help="Compare runs that are there, and run nothing; repeat it."
+            metavar="RUN", help="Compare existing runs, and run nothing. Give it once for each run."
         ),
     ] = None,
 ) -> None:
-    """Run a script with several numbers of workers: speed-up, efficiency, and where adding a
-    worker stops paying.
+    """Run a script with several numbers of workers, and show speed-up and efficiency.
+
+    The result tells from which number of workers on another worker no longer pays.
     """
     if (script is None) == (not read):
+        raise UsageError("give either a training script, or the folders of runs with --read")
+    # Options that the user has written, other than --read.
+    others = [name for name in ctx.params if name != "read" and _is_given(ctx, name)]
+    if read and others:
         raise UsageError(
-            "give a training script, or with --read the folders of runs, one of the two"
+            f"--read runs nothing, so --{others[0].replace('_', '-')} has no effect: leave it out"
         )
-    beside = [name for name in ctx.params if name != "read" and _is_given(ctx, name)]
-    if read and beside:
-        raise UsageError(
-            f"--read runs nothing, so --{beside[0].replace('_', '-')} has no meaning beside it: "
-            "leave it out"
-        )
+    # Imported here, so that --help stays quick.
     from paceline.bench import scaling as bench
     from paceline.lab import description
 
     if script is None:
         typer.echo(bench.compare_runs(read or []))
         raise typer.Exit
-    asked = bench.ScalingRequest(
+    request = bench.ScalingRequest(
         str(script),
         tuple(args or ()),
         bench.parse_worker_counts(workers),
@@ -97,7 +101,7 @@ def scaling(
     )
     try:
         code = bench.measure_scaling(
-            asked, typer.echo, lambda text: typer.echo(f"paceline: {text}", err=True)
+            request, typer.echo, lambda text: typer.echo(f"paceline: {text}", err=True)
         )
     except KeyboardInterrupt:
         code = 130
@@ -105,6 +109,6 @@ def scaling(
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:
-    """Whether an option was written on the command line."""
+    """Tell whether an option was written on the command line."""
     source = ctx.get_parameter_source(name)
     return source is not None and source.name != "DEFAULT"

@@ -1,5 +1,6 @@
-"""Measures a training step with the exchange and without, in the same loop: the script of
-`paceline bench training`.
+"""Measures training steps with and without the exchange of gradients, in the same loop.
+
+It is the script of `paceline bench training`.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from paceline.errors import UsageError
 from paceline.formatting import format_choices
 
 VOCAB, CONTEXT = 256, 64
-WARM_UP_STEPS = 5  # steps that aren't measured
+WARM_UP_STEPS = 5  # first steps, which aren't measured
 
 
 class Decoder(nn.Module):
-    """A transformer of torch's own layers that sees the tokens before: (batch, tokens) to logits
-    (batch, tokens, VOCAB).
+    """A transformer decoder of torch's own layers.
+
+    It maps tokens (batch, tokens) to logits (batch, tokens, VOCAB). A token sees itself and earlier
+    ones.
     """
 
     def __init__(self, d: int, layers: int, heads: int) -> None:
@@ -53,7 +56,7 @@ MODELS = {"small": (128, 4, 4), "medium": (512, 6, 8)}
 def make_stepper(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Callable[[Tensor, Tensor], float]:
-    """Make a function that trains one step, and returns the seconds it took."""
+    """Make a function that trains one step, and returns the seconds that it took."""
 
     def step(x: Tensor, y: Tensor) -> float:
         start = time.perf_counter()
@@ -61,7 +64,7 @@ def make_stepper(
         optimizer.step()
         optimizer.zero_grad()
         if x.is_cuda:
-            torch.cuda.synchronize(x.device)  # until then it is only queued
+            torch.cuda.synchronize(x.device)  # work on a GPU is only queued until then
         return time.perf_counter() - start
 
     return step
@@ -70,9 +73,9 @@ def make_stepper(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="small", help="small or medium")
-    parser.add_argument("--batch", type=int, default=12, help="samples in a step, for each worker")
-    parser.add_argument("--steps", type=int, default=60, help="steps to measure")
-    parser.add_argument("--folder", default="runs", help="where run folders go")
+    parser.add_argument("--batch", type=int, default=12, help="samples of a step, for each worker")
+    parser.add_argument("--steps", type=int, default=60, help="number of steps to measure")
+    parser.add_argument("--folder", default="runs", help="folder of the run folders")
     options = parser.parse_args()
     if options.model not in MODELS:
         raise UsageError(f"--model {options.model}: {format_choices(options.model, MODELS)}")
@@ -93,26 +96,34 @@ def main() -> None:
         )
         loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=batch)
         model = Decoder(*MODELS[options.model])
-        local = copy.deepcopy(model).to(run.device)
-        apart = make_stepper(local, torch.optim.AdamW(local.parameters()))
+        # The same model without an exchange. Both take turns on the same batches.
+        local_model = copy.deepcopy(model).to(run.device)
+        step_alone = make_stepper(local_model, torch.optim.AdamW(local_model.parameters()))
         optimizer = torch.optim.AdamW(model.parameters())
         model, optimizer, loader = run.prepare(model, optimizer, loader)
-        together = make_stepper(model, optimizer)
-        taken = [
-            (together(x, y), apart(x, y))
+        step_exchanged = make_stepper(model, optimizer)
+        seconds = [
+            (step_exchanged(x, y), step_alone(x, y))
             for x, y in ((x.to(run.device), y.to(run.device)) for x, y in loader)
         ][WARM_UP_STEPS:]
         run.print(
             format_measurements(
-                options.model, [pair[0] for pair in taken], [pair[1] for pair in taken], batch
+                options.model, [pair[0] for pair in seconds], [pair[1] for pair in seconds], batch
             )
         )
 
 
 def format_measurements(model: str, together: list[float], apart: list[float], batch: int) -> str:
-    """Format the measurements as text; times in seconds."""
-    both, one = statistics.median(together), statistics.median(apart)
-    spread = statistics.quantiles(together, n=10)
+    """Format the measurements as text.
+
+    Args:
+        model: Name of the model.
+        together: Seconds of each step with the exchange.
+        apart: Seconds of each step without the exchange.
+        batch: Samples of a step, of all workers together.
+    """
+    exchanged, alone = statistics.median(together), statistics.median(apart)
+    deciles = statistics.quantiles(together, n=10)
     return "\n".join(
         [
             (
@@ -120,15 +131,15 @@ def format_measurements(model: str, together: list[float], apart: list[float], b
                 "medians of the first worker:"
             ),
             (
-                f"  step with the exchange     {both * 1e3:8.2f} ms   (8 of 10 between "
-                f"{spread[0] * 1e3:.2f} and {spread[-1] * 1e3:.2f})"
+                f"  step with the exchange     {exchanged * 1e3:8.2f} ms   (8 of 10 between "
+                f"{deciles[0] * 1e3:.2f} and {deciles[-1] * 1e3:.2f})"
             ),
-            f"  step without               {one * 1e3:8.2f} ms",
+            f"  step without               {alone * 1e3:8.2f} ms",
             (
-                f"  the exchange adds          {(both - one) * 1e3:8.2f} "
-                f"ms   ({(both - one) / one:.1%})"
+                f"  the exchange adds          {(exchanged - alone) * 1e3:8.2f} "
+                f"ms   ({(exchanged - alone) / alone:.1%})"
             ),
-            f"  samples/s, all workers     {batch / both:8.0f}",
+            f"  samples/s, all workers     {batch / exchanged:8.0f}",
         ]
     )
 

@@ -26,11 +26,10 @@ from paceline.comm.hierarchy.hosts_group import HostsGroup
 from paceline.comm.native.torch_group import TorchGroup
 from paceline.comm.p2p.pair_message import PairMessage
 from paceline.comm.p2p.process_pairs import PairSetting, ProcessPairs
-from paceline.comm.shm import futex
-from paceline.comm.shm.segment import ORDERED_STORES
 from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import UsageError
+from paceline.native.library import has_library
 
 __all__ = ["PairMessage", "Pairs", "connect_pairs"]
 
@@ -125,10 +124,8 @@ def connect_pairs(
     # A group of another kind, such as one of threads, may have its own way.
     if isinstance(flat, MakesPairs):
         return flat.make_pairs(torch.device(device))
-    # Memory is shared only if all machines order stores and have futexes: see `p2p.ring`.
-    answers = group.gather_objects(
-        [platform.node(), platform.machine() in ORDERED_STORES and futex.has_futex()], name="pairs"
-    )
+    # Memory is shared only if all machines have the C library: see `p2p.ring`.
+    answers = group.gather_objects([platform.node(), has_library()], name="pairs")
     setting = PairSetting(
         rank=group.rank,
         names=tuple(group.global_rank(rank) for rank in range(group.size)),

@@ -7,6 +7,7 @@ number of ranks, once, at the end.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor, dtype
@@ -57,6 +58,16 @@ def check_operation(op: str, kind: dtype) -> Op:
             f"a {op} of {kind} is not defined; reduce the absolute value, or view_as_real"
         )
     return op
+
+
+@lru_cache(maxsize=128)
+def is_allowed(op: str, kind: dtype) -> bool:
+    """Whether tensors of dtype `kind` have the operation `op`: see `check_operation`."""
+    try:
+        check_operation(op, kind)
+    except UsageError:
+        return False
+    return True
 
 
 def accumulation_dtype(kind: dtype, op: str) -> dtype:

@@ -64,6 +64,12 @@ class StepBatch(NamedTuple):
             return str(error)
         return None
 
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """All arguments, as `weigh` gets them: inputs, options, and the target last."""
+        *inputs, target = self.given
+        return (*inputs, *self.options.values(), target)
+
     def count_rows(self) -> int:
         """Number of rows of all tensors. Raises `DataError` if tensors differ in it."""
         return count_rows((self.given, dict(self.options)))

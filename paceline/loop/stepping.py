@@ -168,7 +168,7 @@ class SteppedModels:
 
         def weights(parts: Sequence[StepBatch]) -> Sequence[float]:
             return self._weigh_parts(
-                [part.given for part in parts], [part.count_rows() for part in parts], weigh
+                [part.arguments for part in parts], [part.count_rows() for part in parts], weigh
             )
 
         value = functools.partial(_compute_loss, loss=loss)
@@ -207,7 +207,7 @@ class SteppedModels:
             )
         parts = [batch.take_rows(start, stop, count) for start, stop in piece_bounds(count, number)]
         weights = self._weigh_parts(
-            [part.given for part in parts], [part.count_rows() for part in parts], weigh
+            [part.arguments for part in parts], [part.count_rows() for part in parts], weigh
         )
         total: Tensor | None = None
         for place, (part, weight) in enumerate(zip(parts, weights, strict=True)):

@@ -17,6 +17,11 @@ REPAIR = "run `pip install -e .` or `python -m paceline.native.build` in pacelin
 Library = TypeVar("Library", bound=ctypes.CDLL)
 
 
+def has_library() -> bool:
+    """Whether there is a C library for this system."""
+    return sys.platform == "linux"
+
+
 @cache
 def load_library() -> ctypes.CDLL:
     """Load the library for calls that release the GIL: those that wait, or take milliseconds.
@@ -38,7 +43,7 @@ def load_library_with_gil() -> ctypes.PyDLL:
 
 
 def _load_checked(kind: type[Library]) -> Library:
-    if sys.platform != "linux":
+    if not has_library():
         raise ResourceError(f"on {sys.platform} paceline has no C library: it is for Linux")
     if not PATH.exists():
         raise ResourceError(f"paceline's C library {PATH} is missing; {REPAIR}")

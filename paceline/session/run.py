@@ -402,8 +402,8 @@ class Run:
             model: A prepared model.
             batch: Inputs of the model, and the target as the last one.
             loss: Function from output and target to one number.
-            weigh: Function from a tuple of all that is in `batch` and `options` to its weight.
-                Needed with `micro_batches` if the loader has a `weigh`.
+            weigh: Function from a tuple of all that is in `batch` and `options`, with the target
+                last, to its weight. Needed with `micro_batches` if the loader has a `weigh`.
             micro_batches: Number of parts of this worker's share that go forward and back one after
                 the other. Their sum is exchanged once, and the batch of the step stays the same.
                 "auto" (default) takes the share as one part. A worker whose memory runs out in the

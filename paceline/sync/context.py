@@ -44,9 +44,9 @@ class WeighedTurn(Protocol):
 class StepState:
     """State of the step that strategies read; the session keeps it up to date.
 
-    Outside of loops a worker counts as one of `group.size` equal shares. In an accumulated step,
-    which has several turns, `scale` is the worker's weight in one turn and `share_of_step` its
-    weight in all of them.
+    Outside of loops a worker counts as one of `group.size` equal shares. `scale` is the factor of
+    the worker's gradients, and `share_of_step` its part of the samples or weights. They are equal
+    if the loss is a mean; for a sum `scale` is 1. An inner loop over an evaluation changes neither.
     """
 
     # Last step that all workers have reached. Out of lockstep it stays the same for an epoch.

@@ -27,10 +27,10 @@ from paceline.comm.cancellation import CancelScope
 from paceline.comm.group_protocol import Group
 from paceline.comm.hierarchy.hosts_group import HostsGroup
 from paceline.comm.native.torch_group import TorchGroup
-from paceline.comm.shm.segment import ORDERED_STORES
 from paceline.comm.shm.shared_group import SharedGroup
 from paceline.comm.solo import SoloGroup
 from paceline.errors import ResourceError, UsageError
+from paceline.native.library import has_library
 from paceline.sync.context import SyncContext
 from paceline.sync.route_choice import RouteFacts
 from paceline.trace import Trace
@@ -167,10 +167,9 @@ def make_group_of_all(worker_context: WorkerContext) -> Group:
             worker_context, "flat", backend="nccl" if _has_own_devices(worker_context) else "gloo"
         )
     hosts = worker_context.cluster.hosts
-    # Shared memory relies on the order of stores, which Python can't enforce by fences.
-    if platform.machine() not in ORDERED_STORES:
+    if not has_library():
         worker_context.say(
-            f"on {platform.machine()} workers of one host exchange through the network stack, "
+            f"on {platform.system()} workers of one host exchange through the network stack, "
             "much more slowly than through shared memory"
         )
         return make_network_group(worker_context, "flat")

@@ -186,12 +186,12 @@ def test_meshes_train_the_first_steps_too(tmp_path: Path) -> None:
         )
         == 3
     )
-    fastest = "The fastest here was '2 workers, 1 core each', with 600 samples/s: "
+    fastest = "The fastest run was '2 workers, 1 core each', with 600 samples/s. It was "
     assert (
         fastest
         + (
-            "1.50 times '2 workers, tensor=2', 1.50 times '2 workers, shard=2', 2.00 times '1 "
-            "worker, 1 core'"
+            "1.50 times as fast as '2 workers, tensor=2', 1.50 times as fast as '2 workers, "
+            "shard=2', 2.00 times as fast as '1 worker, 1 core'"
         )
         in said
     )

@@ -67,7 +67,11 @@ def test_a_batch_grows_from_that_of_the_fewest_workers() -> None:
         (("--batch", "large"), "--batch", "give the script"),
         (("--batches", "32"), "--batch", "give the script"),
         (("--batch", "31"), "--batch", "a batch of 31 for 2 workers is no whole number for 3"),
-        (("--batch", "32"), None, "which the script has to do: give --batch-option"),
+        (
+            ("--batch", "32"),
+            None,
+            "weak scaling needs an option of the script that sets the batch: give --batch-option",
+        ),
     ):
         with pytest.raises(UsageError) as caught:
             scaling.scale_batch(args, option, 3, 2)
@@ -98,14 +102,14 @@ def test_part_of_a_cluster() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"rounds": 0}, "--rounds is 0"),
-        ({"steps": -1}, "--steps is -1"),
-        ({"seconds": float("nan")}, "--seconds is nan"),
+        ({"rounds": 0}, "--rounds 0: give more than 0"),
+        ({"steps": -1}, "--steps -1: give more"),
+        ({"seconds": float("nan")}, "--seconds nan: give more"),
         ({"kind": "strong"}, "--batch-option --batch is for weak scaling"),
         ({"sync": "AllReduc()"}, "AllReduce"),
         ({"cluster": make_regular(1, 2)}, "--workers 4: the cluster 1x2 has 2"),
         ({"script": "nothing.py"}, "nothing.py doesn't exist"),
-        ({"folder": Path("full")}, "--folder full is there already"),
+        ({"folder": Path("full")}, "--folder full is not an empty folder"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(
@@ -188,7 +192,7 @@ def test_what_fails_is_told_and_others_go_on(job: Jobs) -> None:
     broken = job.start([*words, "--broken"]).end()
     assert broken.code == 1 and broken.out == ""
     assert (
-        "paceline: 2 workers: the script ended with 1; its last lines:" in broken.err
+        "paceline: 2 workers: the script ended with exit code 1; its last lines:" in broken.err
         and "RuntimeError: it broke here" in broken.err
     )
     assert broken.err.splitlines()[-1] == "paceline: not measured: 2 workers"

@@ -22,12 +22,12 @@ def call(*words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "give a training script, or with --read"),
-        (("train.py", "--read", "runs/a"), "give a training script, or with --read"),
-        (("--read", "runs/a", "--workers", "1,2"), "so --workers has no meaning beside it"),
+        ((), "give either a training script"),
+        (("train.py", "--read", "runs/a"), "give either a training script"),
+        (("--read", "runs/a", "--workers", "1,2"), "so --workers has no effect"),
         (
             ("--read", "runs/a", "--batch-option", "--batch"),
-            "so --batch-option has no meaning beside it",
+            "so --batch-option has no effect",
         ),
         (("train.py", "--lab", "nowhere"), "no ready-made cluster nowhere"),
     ],

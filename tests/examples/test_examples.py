@@ -73,7 +73,7 @@ class TestRuns:
     def test_diloco(self, job):
         ended, summary = run(job, "diloco.py")
         assert summary["sync"] == "LocalSGD(8, outer=nesterov(), codec=int8())", summary["sync"]
-        (error, spread) = map(float, re.findall(r"error (\S+) of (\S+);", ended.out)[0])
+        (error, spread) = map(float, re.findall(r"error (\S+), variance (\S+);", ended.out)[0])
         assert error < 0.25 * spread
         # what two workers would send in each step at least
         dense = 2 * 4 * (16 * 256 + 256 * 256 + 256 * 8 + 2 * 256 + 8)

@@ -201,6 +201,37 @@ def test_micro_batches_change_nothing_but_the_memory(
             assert size == 1 or sent == len(losses), "one exchange a step"
 
 
+class Scaled(nn.Module):
+    """A model with an option, by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor, *, scale: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.inner(x) * scale
+        return out
+
+
+def test_weigh_counts_a_tuple_of_all_arguments_with_the_target_last() -> None:
+    shapes = []
+
+    def weigh(arguments: tuple[torch.Tensor, ...]) -> float:
+        shapes.append([tuple(each.shape) for each in arguments])
+        return float(len(arguments[0]))
+
+    def body(run: Run) -> None:
+        model = Scaled()
+        model, optimizer, loader = run.prepare(model, sgd(model), batches(8, 8))
+        for x, y in loader:
+            scale = torch.ones(len(x), 1, dtype=x.dtype)
+            run.step(model, x, y, loss=F.mse_loss, scale=scale, weigh=weigh, micro_batches=2)
+            optimizer.step()
+
+    workers(1, body)
+    assert shapes == [[(4, 6), (4, 1), (4, 2)]] * 2
+
+
 @pytest.mark.parametrize("zero", [1, 3])
 def test_micro_batches_of_a_model_that_is_shared_out(zero: Any) -> None:
     def body(run: Run) -> torch.Tensor:

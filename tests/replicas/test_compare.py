@@ -371,7 +371,7 @@ def test_local_sgd_is_compared_after_its_rounds() -> None:
 def test_what_a_strategy_remembers_is_compared_and_healed() -> None:
     def from_start(run: Run) -> Trained:
         def forget(model: nn.Module, opt: torch.optim.Optimizer) -> None:
-            for unit in run._backward.sync._units:  # type: ignore[attr-defined]
+            for unit in run._backward.sync._rounds.units:  # type: ignore[attr-defined]
                 flip(unit.memory, 30)
 
         return train(run, {(1, 5): forget}, steps=16)

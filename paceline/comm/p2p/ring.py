@@ -8,8 +8,8 @@ Entry k lies at (k - start) % capacity. A ring that is nearly full gets a last e
 a larger one, where the next entries lie.
 
 Memory order: the sender writes an entry first, then `posted`; the receiver reads `posted` first,
-then the entry. On processors that keep the order of stores and of loads (see ORDERED_STORES) the
-entry is complete when it is seen. `taken` frees an entry's place in the same way.
+then the entry. C stores counters with release and loads them with acquire, so the entry is complete
+when it is seen, on every processor. `taken` frees an entry's place in the same way.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from paceline.comm.shm import futex
 from paceline.comm.shm.shared_segment import SharedSegment
+from paceline.native.functions import load_functions
 
 CELLS = 512  # bytes of the cells of one pair
 POSTED, TAKEN, FIRST = 0, 64, 128  # bytes of its cells at which they lie, in a cache line each
@@ -61,6 +61,7 @@ class RingWriter:
     """
 
     def __init__(self, table: SharedSegment, at: int, make: Callable[[int], SharedSegment]) -> None:
+        self._native = load_functions()
         self._bytes = table.view_bytes()
         self._cells = self._bytes.cast("q")
         self._at, self._word, self._make = at, table.start + at, make
@@ -73,11 +74,11 @@ class RingWriter:
     @property
     def has_pending(self) -> bool:
         """Whether entries have not been taken yet."""
-        return self._posted > self._cells[(self._at + TAKEN) // 8]
+        return bool(self._posted > self._native.load(self._word + TAKEN))
 
     def post_entry(self, entry: RingEntry) -> None:
         """Append an entry, and wake the other side."""
-        taken = self._cells[(self._at + TAKEN) // 8]
+        taken = self._native.load(self._word + TAKEN)
         if self._ring is None:
             self._ring = self._open_ring(CAPACITY)
             address = self._ring.address.encode()
@@ -94,7 +95,7 @@ class RingWriter:
         elif self._old and taken > self._start:
             self.close()
         self._write_entry(entry)
-        futex.futex_wake(self._word)
+        self._native.futex_wake(self._word)
 
     def _open_ring(self, capacity: int) -> SharedSegment:
         ring = self._make(capacity * _ENTRY)
@@ -110,7 +111,7 @@ class RingWriter:
         )
         self._posted += 1
         # The entry is complete: only now may the other side see it.
-        self._cells[(self._at + POSTED) // 8] = self._posted
+        self._native.store(self._word + POSTED, self._posted)
 
     def close(self) -> None:
         """Close the descriptors of all rings: the other side has mapped them, or never will."""
@@ -125,6 +126,7 @@ class RingReader:
     """The end of one pair at which entries are taken."""
 
     def __init__(self, table: SharedSegment, at: int) -> None:
+        self._native = load_functions()
         self._bytes = table.view_bytes()
         self._cells = self._bytes.cast("q")
         self._at, self._word = at, table.start + at
@@ -138,7 +140,7 @@ class RingReader:
 
         Raises `ResourceError` if the sender's memory can't be mapped.
         """
-        while self._taken < self._cells[(self._at + POSTED) // 8]:
+        while self._taken < self._native.load(self._word + POSTED):
             if self._ring is None:
                 length = self._cells[(self._at + FIRST) // 8]
                 self._map_ring(
@@ -165,7 +167,7 @@ class RingReader:
         The segment that it mentions must be mapped by now: the sender may then close it.
         """
         self._taken += 1
-        self._cells[(self._at + TAKEN) // 8] = self._taken
+        self._native.store(self._word + TAKEN, self._taken)
 
     def _map_ring(self, address: str, nbytes: int) -> None:
         self._ring = SharedSegment.open(address, nbytes, alone=True)
@@ -173,7 +175,7 @@ class RingReader:
 
     def sleep_until_posted(self, seconds: float) -> None:
         """Sleep until there may be an entry, or `seconds` pass."""
-        posted = self._cells[(self._at + POSTED) // 8]
+        posted = self._native.load(self._word + POSTED)
         if posted == self._taken:
             # The kernel compares again before it sleeps, so a post in between is not missed.
-            futex.futex_wait(self._word, posted, seconds)
+            self._native.futex_wait(self._word, posted & 0xFFFFFFFF, int(seconds * 1e9))

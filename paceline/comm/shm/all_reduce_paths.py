@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.group_protocol import Op
-from paceline.comm.reduction_rules import overlaps_partly
+from paceline.comm.reduction_rules import is_allowed, overlaps_partly
 from paceline.comm.shm import shared_reductions
 from paceline.comm.shm.moving import MovedMemory, is_movable
 from paceline.comm.shm.registered import MemoryRegistry, RegisteredMemory
@@ -56,20 +56,21 @@ class AllReducePaths:
 
         `meeting`: steps in which ranks meet for it. Default: they compare the call.
         """
-        meeting = self._segment.meet(call) if meeting is None else meeting
         if call.flaw:
-            yield from meeting  # raises the flaw on all ranks
+            yield from self._segment.meet(call)  # raises the flaw on all ranks
         result = empty_on_cpu(x.shape, x.dtype) if out is None else out
         source = flatten_values(x)
         # Sum right into the result if its elements are in order and it holds no unread part of `x`.
         direct = is_plain(result) and not overlaps_partly(source, result)
         target = result.detach().view(-1) if direct else empty_on_cpu(source.shape, source.dtype)
-        reduce = (
-            shared_reductions.all_reduce_small
-            if x.numel() * x.element_size() <= SMALL
-            else shared_reductions.all_reduce_staged
-        )
-        yield from reduce(self._segment, source, target, op, meeting)
+        is_small = x.numel() * x.element_size() <= SMALL
+        if meeting is None and is_small and is_allowed(op, x.dtype):
+            yield from shared_reductions.all_reduce_small(self._segment, source, target, op, call)
+        else:
+            meeting = self._segment.meet(call) if meeting is None else meeting
+            yield from shared_reductions.all_reduce_staged(
+                self._segment, source, target, op, meeting
+            )
         if not direct:
             result.detach().copy_(target.view(result.shape))
         return result

@@ -1,8 +1,8 @@
 """Waits for other processes of a host: polls at first, sleeps later, and finds lost ranks early.
 
-    polls    up to 200 times, yielding the core in between (0.1 ms and more: the others are near);
-             as few as 8 times after waits that polls did not end; once if others use the core
-    sleeps   of 2 ms, after 20 ms of 10 ms, which end when another rank posts something
+A wait polls for up to 0.1 ms, yielding the core in between (the others are near), and less after
+waits that polls did not end, or if others use the core. Then it sleeps for 2 ms, after 20 ms for
+10 ms. A sleep ends when another rank posts something. See native/segment.c.
 
 If operations are pending in other groups, sleeps are naps of 50 us, later 200 us, and operations
 are advanced in between: no bell rings for them. Every 2 ms the rank looks whether the missing
@@ -21,16 +21,13 @@ from typing import Any, NamedTuple, Protocol
 import msgpack
 
 from paceline import callsite
-from paceline.comm.shm.bell import Bell
 from paceline.comm.waitgraph import GRACE, RankWait, find_stuck, make_stuck_error
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
-SPINS, FEW_SPINS = 200, 8  # polls of a wait, at most and at least
-CROWDED = 50e-6  # seconds that a yield takes if another thread has used the core meanwhile
-NAP, LONG_NAP = 50e-6, 200e-6  # seconds of a nap, and of one after LONG
+NAP, LONG_NAP = 50_000, 200_000  # nanoseconds of a nap, and of one after LONG
 LONG = 20e-3  # seconds of a wait after which naps and sleeps are longer
 LOOK = 2e-3  # seconds between two looks at the deadline and at the missing ranks
-REST, LONG_REST = 2e-3, 10e-3  # seconds of a sleep, which a bell ends, and of one after LONG
+REST, LONG_REST = 2_000_000, 10_000_000  # nanoseconds of a sleep, and of one after LONG
 JUDGED = GRACE + 0.1  # seconds after which all ranks that wait for each other have left a note
 # Why the group has ended: name of an error, its message, and the ranks that are gone or missing.
 Verdict = tuple[str, str, list[int]]
@@ -41,6 +38,8 @@ class WaitCondition(NamedTuple):
 
     ready: Callable[[], bool]  # whether it holds
     missing: Callable[[], list[int]]  # lists the ranks that have not come
+    # Waits until it may hold, or nanoseconds have passed.
+    wait: Callable[[int], object]
     channel: str
     number: int  # of the call on its channel
     what: object  # its str names the call in messages
@@ -77,7 +76,6 @@ class RankWaiter:
         names: Rank of each member among all workers, for messages and errors.
         notes: The notes of all ranks.
         deadline: Seconds that a wait may take.
-        bell: Wakes this rank. Default: nothing does, so it naps.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class RankWaiter:
         notes: WaitNotes,
         *,
         deadline: float,
-        bell: Bell | None = None,
     ) -> None:
         self.rank, self.names, self.deadline = rank, tuple(names), deadline
         self.waited = 0.0  # seconds spent waiting
@@ -95,9 +92,8 @@ class RankWaiter:
         self.busy: Callable[[], bool] = lambda: False
         self.made: dict[str, int] = {}  # calls of this rank, by channel
         self.broken: PacelineError | None = None  # the error that every later wait raises
-        self._notes, self._bell = notes, bell
+        self._notes = notes
         self._has_note = False  # whether a note says what this rank waits for
-        self._spins = SPINS  # doubled by a wait that polls ended, halved by one that they did not
         self._pidfds: dict[int, int] = {}  # ranks by descriptors of their processes
         set_fine_timer()
 
@@ -132,7 +128,7 @@ class RankWaiter:
         return self.broken
 
     def interrupt(self, error: PacelineError) -> None:
-        """Break the group on this rank alone. Any thread may call it."""
+        """Break the group on this rank alone. Any thread may call it, and wake this rank then."""
         self.broken = self.broken or error
 
     def close(self, error: PacelineError) -> None:
@@ -160,26 +156,6 @@ class RankWaiter:
             DeadlineExceeded: The deadline, or `timeout`, has passed.
         """
         started = time.perf_counter()
-        ready = awaited.ready
-        try:
-            since, spins = started, self._spins
-            for spun in range(spins):
-                if ready():
-                    if spun:
-                        self._spins = min(SPINS, 2 * spins)
-                    return
-                os.sched_yield()
-                now = time.perf_counter()
-                # Another thread has used this core. It may be a rank that we wait for: let it run.
-                if now - since > CROWDED:
-                    break
-                since = now
-            self._spins = max(FEW_SPINS, spins // 2)
-            self._wait_asleep(awaited, started, timeout)
-        finally:
-            self.waited += time.perf_counter() - started
-
-    def _wait_asleep(self, awaited: WaitCondition, started: float, timeout: float | None) -> None:
         looked = 0.0  # seconds of the wait at the last look
         try:
             while not awaited.ready():
@@ -189,12 +165,11 @@ class RankWaiter:
                 if since - looked > LOOK:
                     looked = since
                     self._check_wait(awaited, since, timeout)
-                # A bell rings for posts of this group only.
-                if self.busy() or self._bell is None:
-                    time.sleep(NAP if since < LONG else LONG_NAP)
-                else:
-                    self._bell.sleep_until_rung(awaited.ready, REST if since < LONG else LONG_REST)
+                # A post of another group ends no sleep of this one: nap if any is awaited.
+                short, long = (NAP, LONG_NAP) if self.busy() else (REST, LONG_REST)
+                awaited.wait(short if since < LONG else long)
         finally:
+            self.waited += time.perf_counter() - started
             if self._has_note:  # it waits no more
                 self._write_note(None)
 

@@ -3,21 +3,24 @@
     rank 0 sends    | to 1 ..... | to 2 ....... | to all ..... |
     windows         |    0    |    1    |    2    |    3    |
 
-A window is one stage. A rank writes two windows ahead of the one that is read.
+A window is one stage. A rank writes two windows ahead of the one that is read. C copies the
+messages: see native/operations.c.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
-from collections.abc import Callable, Sequence
-from ctypes import memmove
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.shm.segment import ControlSegment, Steps
-from paceline.comm.shm.shared_reductions import DEPTH, run_phases
+from paceline.comm.shm.shared_reductions import advance_to_end, make_operation
+from paceline.native.functions import address_of, load_functions
 
 ALL = -1  # receiver of a message to all ranks
 Landing = Sequence[tuple[int, Tensor]]  # for each message to come: its sender, and where it goes
@@ -34,13 +37,20 @@ class WindowMessage(NamedTuple):
         return self.x.numel() * self.x.element_size()
 
 
-class MessageStretch(NamedTuple):
-    """A part of a message in one window."""
+class MessageStretch(ctypes.Structure):
+    """A part of a message in one window: `pl_stretch` of native/operations.h.
 
-    rank: int  # of the sender, whose stage it lies in
-    offset: int  # in the stage, bytes
-    address: int  # in private memory
-    nbytes: int
+    `rank` is the sender, in whose stage the part lies at byte `offset`. `address` is where it lies
+    in private memory.
+    """
+
+    _fields_ = [
+        ("window", ctypes.c_int64),
+        ("rank", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("address", ctypes.c_void_p),
+        ("nbytes", ctypes.c_int64),
+    ]
 
 
 def deliver_messages(
@@ -60,56 +70,42 @@ def deliver_messages(
         land: Gets every rank's `meta`. It returns the sender and the contiguous tensor to fill of
             each message to this rank, in the order in which each sender sends.
     """
+    native, operation = load_functions(), make_operation()
     # Cut this rank's stream into windows: it is all messages, one after another.
-    departures: dict[int, list[MessageStretch]] = {}
+    stretches: list[MessageStretch] = []
     at = 0
     for message in outgoing:
-        _cut_stretch(
-            departures,
-            segment.block,
-            MessageStretch(segment.rank, at, message.x.data_ptr(), message.nbytes),
-        )
-        at += message.nbytes
-
-    def write(window: int) -> None:
-        for stretch in departures.get(window, ()):
-            memmove(
-                segment.stage_address(segment.rank, segment.turn + window) + stretch.offset,
-                stretch.address,
-                stretch.nbytes,
-            )
-
+        address, nbytes = message.x.data_ptr(), message.nbytes
+        stretches += _cut_stretch(segment.block, segment.rank, at, address, nbytes)
+        at += nbytes
+    departures = (MessageStretch * len(stretches))(*stretches)
     # The first windows are written before ranks meet, so that the meeting makes them visible.
-    for window in range(DEPTH):
-        write(window)
+    native.begin_messages(
+        address_of(operation), segment.pointer, address_of(departures), len(departures)
+    )
     metas = yield from segment.meet(
         call, [[[message.to, message.nbytes] for message in outgoing], meta]
     )
     lists = [messages for messages, _ in metas]
     incoming = land([rank_meta for _, rank_meta in metas])
-    arrivals = _plan_arrivals(segment, incoming, lists)
-
-    def read(window: int) -> None:
-        for stretch in arrivals.get(window, ()):
-            memmove(
-                stretch.address,
-                segment.stage_address(stretch.rank, segment.turn + window) + stretch.offset,
-                stretch.nbytes,
-            )
-
+    stretches = _plan_arrivals(segment, incoming, lists)
+    arrivals = (MessageStretch * len(stretches))(*stretches)
     longest = max(sum(nbytes for _, nbytes in messages) for messages in lists)
-    yield from run_phases(segment, -(-longest // segment.block), write, read)
+    native.set_arrivals(
+        address_of(operation), address_of(arrivals), len(arrivals), -(-longest // segment.block)
+    )
+    yield from advance_to_end(operation)
     return incoming
 
 
 def _plan_arrivals(
     segment: ControlSegment, incoming: Landing, sent: Sequence[Any]
-) -> dict[int, list[MessageStretch]]:
-    """List the stretches to read in each window. `sent`: each rank's (receiver, bytes)."""
+) -> list[MessageStretch]:
+    """List the stretches to read, by window. `sent`: each rank's (receiver, bytes)."""
     expected: dict[int, deque[Tensor]] = {}
     for source, tensor in incoming:
         expected.setdefault(source, deque()).append(tensor)
-    cuts: dict[int, list[MessageStretch]] = {}
+    stretches: list[MessageStretch] = []
     for source, messages in enumerate(sent):
         at = 0
         # Walk through the sender's whole stream, as messages to others take room in its windows.
@@ -119,21 +115,20 @@ def _plan_arrivals(
                 assert into.numel() * into.element_size() == nbytes, (
                     "a receive of another size than its send"
                 )
-                _cut_stretch(
-                    cuts, segment.block, MessageStretch(source, at, into.data_ptr(), nbytes)
-                )
+                stretches += _cut_stretch(segment.block, source, at, into.data_ptr(), nbytes)
             at += nbytes
-    return cuts
+    return sorted(stretches, key=attrgetter("window"))
 
 
-def _cut_stretch(cuts: dict[int, list[MessageStretch]], width: int, whole: MessageStretch) -> None:
-    """Cut a stretch of a rank's stream, whose offset counts from the stream's begin, by windows."""
-    rank, at, address, nbytes = whole
+def _cut_stretch(
+    width: int, rank: int, at: int, address: int, nbytes: int
+) -> Iterator[MessageStretch]:
+    """Cut a part of a rank's stream, which begins at byte `at`, by windows."""
     done = 0
     while done < nbytes:
         window, offset = divmod(at + done, width)
         length = min(nbytes - done, width - offset)
-        cuts.setdefault(window, []).append(MessageStretch(rank, offset, address + done, length))
+        yield MessageStretch(window, rank, offset, address + done, length)
         done += length
 
 

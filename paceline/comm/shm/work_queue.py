@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.group_protocol import needs_inference_mode, resume_mode
-from paceline.comm.shm.segment import ControlSegment, Steps
+from paceline.comm.shm.segment import OPERATIONS, ControlSegment, Steps
 from paceline.comm.shm.waiting import WaitCondition
 from paceline.errors import Mismatch, UsageError
 
@@ -162,7 +162,14 @@ class WorkQueue:
         watch = self.segment.watch
         try:
             watch.wait_until_ready(
-                WaitCondition(ended, self._missing_ranks, CHANNEL, pending.number, pending.call),
+                WaitCondition(
+                    ended,
+                    self._missing_ranks,
+                    self._wait_for_head,
+                    CHANNEL,
+                    pending.number,
+                    pending.call,
+                ),
                 timeout,
             )
         finally:
@@ -182,6 +189,12 @@ class WorkQueue:
                 pending.steps.close()
                 pending.error, pending.ended = error, True
         self._pending.clear()
+
+    def _wait_for_head(self, nanoseconds: int) -> None:
+        """Wait until the oldest operation may go on. Another thread may advance it meanwhile."""
+        head = next(iter(self._pending), None)
+        if head is not None:
+            self.segment.wait(OPERATIONS, head.target, nanoseconds)
 
     def _missing_ranks(self) -> list[int]:
         head = next(iter(self._pending), None)

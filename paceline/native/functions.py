@@ -1,0 +1,89 @@
+"""The functions of the C library, with the types of their arguments.
+
+Pointers are addresses, as integers. Each function is described in the C source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import c_int, c_int64, c_uint32, c_void_p
+from functools import lru_cache
+from typing import Any
+
+from paceline.native.library import load_library, load_library_with_gil
+
+# name: (type of the result, types of the arguments)
+_Signatures = dict[str, tuple[Any, list[Any]]]
+
+# Functions that may wait or take long: other threads of Python run meanwhile.
+_LONG: _Signatures = {
+    "wait": (c_int, [c_void_p, c_int, c_int64, c_int64]),
+    "advance": (c_int64, [c_void_p]),
+    "begin_all_reduce": (
+        None,
+        [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],
+    ),
+    "begin_reduce_scatter": (
+        None,
+        [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
+    ),
+    "begin_messages": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
+    "reduce": (c_int, [c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int, c_int]),
+    "futex_wait": (None, [c_void_p, c_uint32, c_int64]),
+}
+# Functions of a microsecond: they keep the interpreter's lock, as giving it back takes longer.
+_SHORT: _Signatures = {
+    "open_segment": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+    "segment_bytes": (c_int64, [c_int64]),
+    "post": (c_int64, [c_void_p]),
+    "has_reached": (c_int, [c_void_p, c_int, c_int64]),
+    "find_behind": (c_int64, [c_void_p, c_int, c_int64, c_void_p]),
+    "interrupt": (None, [c_void_p]),
+    "begin_meeting": (c_int64, [c_void_p, c_int64, c_void_p, c_int64]),
+    "marks_agree": (c_int, [c_void_p, c_int64, c_int64]),
+    "post_mail": (c_int64, [c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "read_mail_heads": (None, [c_void_p, c_int64, c_void_p, c_void_p]),
+    "leave": (None, [c_void_p]),
+    "has_left": (c_int, [c_void_p, c_int64]),
+    "set_pid": (None, [c_void_p, c_int64]),
+    "get_pid": (c_int64, [c_void_p, c_int64]),
+    "write_note": (None, [c_void_p, c_void_p, c_int64]),
+    "read_note": (c_int64, [c_void_p, c_int64, c_void_p]),
+    "operation_bytes": (c_int64, []),
+    "begin_small": (
+        c_int64,
+        [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int, c_int64],
+    ),
+    "advance_short": (c_int64, [c_void_p]),  # pl_advance of an operation that takes no time
+    "set_arrivals": (None, [c_void_p, c_void_p, c_int64, c_int64]),
+    "load": (c_int64, [c_void_p]),
+    "store": (None, [c_void_p, c_int64]),
+    "futex_wake": (None, [c_void_p]),
+}
+_SYMBOLS = {"advance_short": "pl_advance"}  # functions whose name in C is another one
+
+
+class NativeFunctions:
+    """The functions of the C library, without the prefix `pl_`."""
+
+    def __init__(self) -> None:
+        for signatures, library in ((_LONG, load_library()), (_SHORT, load_library_with_gil())):
+            for name, (result, arguments) in signatures.items():
+                function = getattr(library, _SYMBOLS.get(name, f"pl_{name}"))
+                function.restype, function.argtypes = result, arguments
+                setattr(self, name, function)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:  # for type checkers
+        raise AttributeError(f"the C library has no function pl_{name}")
+
+
+@lru_cache(maxsize=1)
+def load_functions() -> NativeFunctions:
+    """Load the C library once in a process."""
+    return NativeFunctions()
+
+
+def address_of(buffer: Any) -> int:
+    """Address of a ctypes object, which must stay alive as long as C uses it."""
+    return ctypes.addressof(buffer)
