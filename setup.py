@@ -10,6 +10,7 @@ from typing import Any
 from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
+from setuptools.errors import ExecError
 
 ROOT = Path(__file__).resolve().parent
 FOLDER = Path("paceline", "native")
@@ -47,7 +48,10 @@ class BuildCore(Command):
         many = re.fullmatch(r"manylinux_(\d+)_(\d+)_(\w+)", platform)
         triple = f"{many[3]}-linux-gnu.{many[1]}.{many[2]}" if many else None
         target = native.LIBRARY if self.editable_mode else self.library_path()
-        native.build_library(target, target_triple=triple)
+        try:
+            native.build_library(target, target_triple=triple)
+        except native.BuildError as error:
+            raise ExecError(str(error)) from None  # setuptools prints it without a traceback
 
     def get_outputs(self) -> list[str]:
         return [str(self.library_path())]
