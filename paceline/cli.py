@@ -16,7 +16,7 @@ from paceline import options
 from paceline.bench import scaling_command
 from paceline.cluster import mesh as shape
 from paceline.cluster.discover import copy_environment
-from paceline.cluster.launcher import launch, output
+from paceline.cluster.launcher import host_resources, launch, output
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.commands import lab
@@ -152,7 +152,7 @@ def run(
     # The page serves from before the workers start until after they end.
     with make_watched_job(
         watch,
-        launch.get_shared_secret(request, copy_environment()),
+        host_resources.get_shared_secret(request, copy_environment()),
         elsewhere=hosts > 1 or join is not None,
     ) as watcher:
         code = _run_job(request, env, watcher)

@@ -215,7 +215,7 @@ def test_what_is_refused_on_gpus_is_said_in_those_words() -> None:
 def test_variables_are_read() -> None:
     source = "".join(
         (ROOT / "paceline" / "cluster" / name).read_text()
-        for name in ("discover.py", "launcher/launch.py")
+        for name in ("discover.py", "launcher/launch.py", "launcher/worker_commands.py")
     )
     said = {name for page in TEXTS.values() for name in re.findall(r"PACELINE_[A-Z_]+", page)}
     assert said and [name for name in said if f'"{name}"' not in source] == []

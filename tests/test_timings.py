@@ -170,7 +170,7 @@ def test_all_that_has_timings_is_given_them() -> None:
     }
     assert {
         "paceline.cluster.launcher.supervisor.Supervisor",
-        "paceline.cluster.hosts.rendezvous.Meeting",
+        "paceline.cluster.hosts.meeting.Meeting",
     } <= names
     names -= {"paceline.cluster.discover.Place"}  # `discover` gives them at its end
     found = {

@@ -13,13 +13,13 @@ import itertools
 import json
 import math
 import os
-import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, overload
 
 from paceline.cluster import secret as secrets
+from paceline.cluster.slurm_lists import expand_nodelist, expand_task_counts
 from paceline.errors import PlaceError
 from paceline.status.live_bar import can_show_bar, reflows_lines
 from paceline.timings import DEFAULT_TIMINGS, Timings, parse_timings
@@ -172,32 +172,6 @@ def derive_port(*parts: object) -> int:
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORT_COUNT
 
 
-def expand_nodelist(nodelist: str) -> Iterator[str]:
-    """Expand a Slurm list into host names: `a[01-03,7],b` into a01 a02 a03 a7 b."""
-    # Entries are divided at commas outside of brackets. An entry may have several brackets.
-    for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
-        # With a group in the pattern, `split` puts the contents of brackets at odd indices.
-        pieces = re.split(r"\[([^\]]*)\]", entry.strip())
-        choices = [
-            list(_expand_ranges(piece)) if index % 2 else [piece]
-            for index, piece in enumerate(pieces)
-        ]
-        yield from map("".join, itertools.product(*choices))
-
-
-def _expand_ranges(ranges: str) -> Iterator[str]:
-    """Yield the numbers in brackets of a Slurm list, with their leading zeros."""
-    for part in ranges.split(","):
-        low, _, high = part.partition("-")
-        if not low.isdigit() or (high and not high.isdigit()):
-            raise PlaceError(
-                f"[{ranges}] in a Slurm node list can't be read: "
-                "set MASTER_ADDR to the host of rank 0"
-            )
-        for number in range(int(low), int(high or low) + 1):
-            yield str(number).zfill(len(low))
-
-
 def _recognise_paceline(environ: Environ) -> Place | None:
     """Recognise a worker of `paceline run`."""
     if "PACELINE_STORE" not in environ:
@@ -317,11 +291,9 @@ def _recognise_slurm(environ: Environ) -> Place | None:
 
 
 def _count_local_tasks(environ: Environ, host_rank: int, size: int, hosts: int) -> int:
-    """Read the number of tasks of this node, from text such as `2(x3),1`."""
+    """Read the number of tasks of this node."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
+    counts = expand_task_counts(text)
     if host_rank < len(counts):
         return counts[host_rank]
     if size % hosts == 0:

@@ -106,30 +106,31 @@ def advise_on_exchange(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]
     )
     # Twice the batch, or half the bytes, halves it.
     yield Remark(words, share / 2)
-    if facts.hosts > 1 and "via=" in facts.sync and "hierarchical" not in facts.sync:
-        words = (
+    if route_advice := _advise_on_route(facts):
+        yield Remark(route_advice, share, most=True)
+
+
+def _advise_on_route(facts: RunFacts) -> str:
+    """Advise on the way of gradients between workers; empty if there is no better one."""
+    names_route = "via=" in facts.sync
+    if facts.hosts <= 1:
+        return (
+            f"{facts.sync} names its own way inside the host. AllReduce() goes through shared "
+            "memory, which is usually fastest there"
+            if names_route
+            else ""
+        )
+    if names_route and "hierarchical" not in facts.sync:
+        return (
             f"{facts.sync} names its own way between hosts. "
             "AllReduce() and AllReduce(via='hierarchical') send one copy per host"
         )
-        yield Remark(words, share, most=True)
-    elif facts.hosts == 1 and "via=" in facts.sync:
-        words = (
-            f"{facts.sync} names its own way inside the host. AllReduce() goes through shared "
-            "memory, which is usually fastest there"
-        )
-        yield Remark(words, share, most=True)
-    elif facts.hosts > 1 and facts.sync == "AllReduce()":
-        words = (
-            "One copy per host is sent already. AllReduce(codec='auto') sends fewer bits of it "
-            "where that pays"
-        )
-        yield Remark(words, share, most=True)
-    elif facts.hosts > 1:
-        words = (
-            "One copy per host is sent already. `paceline bench collectives` says whether the link "
-            "is as fast as it should be"
-        )
-        yield Remark(words, share, most=True)
+    next_step = (
+        "AllReduce(codec='auto') sends fewer bits of it where that pays"
+        if facts.sync == "AllReduce()"
+        else "`paceline bench collectives` says whether the link is as fast as it should be"
+    )
+    return f"One copy per host is sent already. {next_step}"
 
 
 def advise_on_slow_workers(facts: RunFacts, steady: SteadyTimes) -> Iterator[Remark]:

@@ -354,61 +354,7 @@ def _facts_from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
     """Read the facts from the summary, and the steady times from the metrics."""
     try:
         fields = read_fields(folder.summary)
-        saved = fields.get("checkpoints") or {
-            "count": 0,
-            "stall_seconds": 0.0,
-            "write_seconds": 0.0,
-        }
-        count = max(int(saved["count"]), 1)
-        loader = fields.get("loader")
-        facts = RunFacts(
-            name=folder.name,
-            ended=True,
-            steps=int(fields["steps"]),
-            samples=int(fields["samples"]),
-            final_loss=_optional_float(fields["final_loss"]),
-            step_seconds={part: float(fields["step_seconds"][part]) for part in STEP_PARTS},
-            seconds=_check_seconds(fields["seconds"]),
-            sync=str(fields["sync"]),
-            workers=int(fields["workers"]),
-            hosts=int(fields["hosts"]),
-            work=tuple(
-                OwnWork(float(rank["seconds"]), float(rank["late"]))
-                for rank in fields.get("rank_work", [])
-            ),
-            late=_read_lateness(fields),
-            links=tuple(map(_read_link, fields.get("links", []))),
-            untold=tuple(cause for cause in fields.get("untold", []) if cause in CAUSES),
-            dealing=DealingFacts(int(loader["num_workers"]), tuple(map(int, loader["shares"])))
-            if loader
-            else None,
-            bytes_sent={
-                where: float(fields["bytes_sent"][where]) for where in ("within", "between")
-            },
-            mesh=_read_mesh(fields),
-            axes=tuple(
-                AxisFacts(axis, *(float(one[key]) for key in _AXIS_FIELDS))
-                for axis, one in fields.get("axes", {}).items()
-            ),
-            memory=tuple(map(_read_memory, fields.get("memory", []))),
-            pipelines=tuple(map(PipelineProfile.from_fields, fields.get("pipelines", []))),
-            codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
-            events=[
-                {"time": _check_seconds(event["time"]), "what": str(event["what"])}
-                for event in fields["events"]
-            ],
-            saves=int(saved["count"]),
-            best=(str(saved["best"]["checkpoint"]), float(saved["best"]["metric"]))
-            if "best" in saved
-            else None,
-            stall=float(saved["stall_seconds"]) / count,
-            write=float(saved["write_seconds"]) / count,
-            background=int(saved.get("background", 0)) >= count,
-            servers=[
-                server_report.read_server(server, index)
-                for index, server in enumerate(fields.get("servers", []))
-            ],
-        )
+        facts = _parse_summary(folder.name, fields)
     except KeyError as error:
         raise UsageError(
             f"{folder.summary} lacks {error}: it is not a summary of this version of paceline"
@@ -422,6 +368,65 @@ def _facts_from_summary(folder: RunFolder, metrics: MetricsReader) -> RunFacts:
         return facts
     metrics.read_new_lines()
     return replace(facts, steady=find_steady_times(metrics.steps.seconds))
+
+
+def _parse_summary(name: str, fields: Mapping[str, Any]) -> RunFacts:
+    """Parse the fields of the summary of a run. Fields that came later may be missing."""
+    loader = fields.get("loader")
+    return RunFacts(
+        name=name,
+        ended=True,
+        steps=int(fields["steps"]),
+        samples=int(fields["samples"]),
+        final_loss=_optional_float(fields["final_loss"]),
+        step_seconds={part: float(fields["step_seconds"][part]) for part in STEP_PARTS},
+        seconds=_check_seconds(fields["seconds"]),
+        sync=str(fields["sync"]),
+        workers=int(fields["workers"]),
+        hosts=int(fields["hosts"]),
+        work=tuple(
+            OwnWork(float(rank["seconds"]), float(rank["late"]))
+            for rank in fields.get("rank_work", [])
+        ),
+        late=_read_lateness(fields),
+        links=tuple(map(_read_link, fields.get("links", []))),
+        untold=tuple(cause for cause in fields.get("untold", []) if cause in CAUSES),
+        dealing=DealingFacts(int(loader["num_workers"]), tuple(map(int, loader["shares"])))
+        if loader
+        else None,
+        bytes_sent={where: float(fields["bytes_sent"][where]) for where in ("within", "between")},
+        mesh=_read_mesh(fields),
+        axes=tuple(
+            AxisFacts(axis, *(float(one[key]) for key in _AXIS_FIELDS))
+            for axis, one in fields.get("axes", {}).items()
+        ),
+        memory=tuple(map(_read_memory, fields.get("memory", []))),
+        pipelines=tuple(map(PipelineProfile.from_fields, fields.get("pipelines", []))),
+        codecs=[str(codec["words"]) for codec in fields.get("codecs", [])],
+        events=[
+            {"time": _check_seconds(event["time"]), "what": str(event["what"])}
+            for event in fields["events"]
+        ],
+        **_read_checkpoints(fields),
+        servers=[
+            server_report.read_server(server, index)
+            for index, server in enumerate(fields.get("servers", []))
+        ],
+    )
+
+
+def _read_checkpoints(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the facts about checkpoints: how many, the best of them, and their mean seconds."""
+    saved = fields.get("checkpoints") or {"count": 0, "stall_seconds": 0.0, "write_seconds": 0.0}
+    count = max(int(saved["count"]), 1)
+    best: Any = saved.get("best")
+    return {
+        "saves": int(saved["count"]),
+        "best": (str(best["checkpoint"]), float(best["metric"])) if "best" in saved else None,
+        "stall": float(saved["stall_seconds"]) / count,
+        "write": float(saved["write_seconds"]) / count,
+        "background": int(saved.get("background", 0)) >= count,
+    }
 
 
 def _read_lateness(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:

@@ -93,16 +93,14 @@ class ModelCuts:
             if not cut.axis and len(cuts) > 1:
                 raise UsageError(
                     f"cut={format_as_call(cut)} leaves each worker all of the model, and goes with "
-                    "no other "
-                    "cut: take one of them"
+                    "no other cut: take one of them"
                 )
             if cut.axis and cut.axis not in mesh.names:
                 raise UsageError(
                     f"cut={format_as_call(cut)} is along `{cut.axis}`, and the mesh ({mesh}) "
-                    "doesn't have "
-                    f"that: say pl.start(mesh={cut.axis!r}), or "
-                    f"paceline run --mesh {cut.axis}, and all workers are along it (mesh='data, "
-                    f"{cut.axis}=2': two of each replica)"
+                    f"doesn't have that: say pl.start(mesh={cut.axis!r}), or paceline run --mesh "
+                    f"{cut.axis}, and all workers are along it (mesh='data, {cut.axis}=2': two of "
+                    "each replica)"
                 )
         return tuple(
             sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER))
@@ -150,47 +148,53 @@ class ModelCuts:
             # Cuts follow each other, from the outermost axis inwards: each one finds the parts that
             # the one before has left.
             for cut in cuts:
-                # Logical names are those of the uncut model, and every part keeps its own.
-                before = dict(model.named_parameters())
-                for name, parameter in before.items():
-                    self.placements.add_placement(
-                        parameter, self.placements.placement_of(parameter, prefix + name)
-                    )
-                context = CutContext(axes.mesh, axes.groups, self.placements, initial.device)
-                context.find_trained, context.record_span, context.tied = (
-                    self.trained_tensor,
-                    self._record_span,
-                    tied,
+                context = CutContext(
+                    axes.mesh,
+                    axes.groups,
+                    self.placements,
+                    initial.device,
+                    tied=tied,
+                    find_trained=self.trained_tensor,
+                    make_sample=self.sample,
+                    announce=axes.slice.announce,
+                    record_span=self._record_span,
                 )
-                context.make_sample, context.announce = self.sample, axes.slice.announce
-                _apply_cut(cut, model, context, len(models))
-                # Take over everything that the cut asks for later: gradients, values, clean-up.
-                self._note_replacements(
-                    before, dict(model.named_parameters()), context.replacements
-                )
-                self._used.add(cut.axis)
-                for parameter in model.parameters() if cut.axis == "shard" else ():
-                    self._summed[self.trained_tensor(parameter)] = True
+                self._cut_model(cut, prefix, model, context, len(models))
                 sources += context.gradient_sources
-                self.applied += [] if cut in self.applied else [cut]
-                self._endings += context.close_callbacks
                 valued += context.value_callbacks
-                self._spread += [model] if not cut.axis else []
-                self._followers += context.refresh_callbacks
-                self.pipelines += context.pipelines
             if cuts:
                 mark_state_parts(model, self.placements.placement_of)
         if self._statistics == "sync" and self.pipelines:
             raise UsageError(
                 "batchnorm='sync' can't be had with layers on several workers (pipeline): "
-                "leave it out, and statistics are those of each "
-                "micro-batch, on its worker"
+                "leave it out, and statistics are those of each micro-batch, on its worker"
             )
         self.sources += sources
         initial.give_values(self.placements, axes.everyone, axes.slice.announce)
         for act in valued:
             act()
         return sources
+
+    def _cut_model(
+        self, cut: ModelCut, prefix: str, model: nn.Module, context: CutContext, models: int
+    ) -> None:
+        """Apply a cut to one of several models, and keep what it needs for the rest of the run."""
+        # Logical names are those of the uncut model, and every part keeps its own.
+        before = dict(model.named_parameters())
+        for name, parameter in before.items():
+            self.placements.add_placement(
+                parameter, self.placements.placement_of(parameter, prefix + name)
+            )
+        _apply_cut(cut, model, context, models)
+        self._note_replacements(before, dict(model.named_parameters()), context.replacements)
+        self._used.add(cut.axis)
+        for parameter in model.parameters() if cut.axis == "shard" else ():
+            self._summed[self.trained_tensor(parameter)] = True
+        self.applied += [] if cut in self.applied else [cut]
+        self._endings += context.close_callbacks
+        self._spread += [model] if not cut.axis else []
+        self._followers += context.refresh_callbacks
+        self.pipelines += context.pipelines
 
     def _note_replacements(
         self,

@@ -177,23 +177,30 @@ class Prepared:
         if optimizers:
             self.cuts.check_used()
         # 5. BatchNorm layers compute the statistics of the global batch.
-        if options["batchnorm"] == "sync" and any(
-            isinstance(module, BatchNorm) for model in models for module in model.modules()
-        ):
-            if self._sample_queue is not None:
-                raise UsageError(
-                    "a model has BatchNorm layers, whose statistics are those of all workers in "
-                    "each step, and with staleness or "
-                    "backup_workers they are not in lockstep: say prepare(..., batchnorm='local'), "
-                    "or use another kind of norm"
-                )
-            self._synchronous += [
-                model
-                for model in self.cuts.without_stages(models)
-                if model not in self._synchronous
-            ]
-            self._synchronize_batchnorm(self._synchronous)
-        # 6. Keep the optimizers, and how many parameter groups they have: more need a check.
+        if options["batchnorm"] == "sync":
+            self._add_batchnorm(models)
+        # 6. Keep the optimizers.
+        self._add_optimizers(optimizers)
+        self._loop.models += fresh
+        self._open_tables()
+
+    def _add_batchnorm(self, models: list[nn.Module]) -> None:
+        """Let BatchNorm layers of these models, if they have any, see the global batch."""
+        if not any(isinstance(module, BatchNorm) for model in models for module in model.modules()):
+            return
+        if self._sample_queue is not None:
+            raise UsageError(
+                "a model has BatchNorm layers, whose statistics are those of all workers in each "
+                "step, and with staleness or backup_workers they are not in lockstep: say "
+                "prepare(..., batchnorm='local'), or use another kind of norm"
+            )
+        self._synchronous += [
+            model for model in self.cuts.without_stages(models) if model not in self._synchronous
+        ]
+        self._synchronize_batchnorm(self._synchronous)
+
+    def _add_optimizers(self, optimizers: list[Optimizer]) -> None:
+        """Keep optimizers, and how many parameter groups they have: more need a check."""
         for optimizer in self._find_new(optimizers):
             if self._device.type == "cuda" and optimizer.state:
                 # its state follows the parameters
@@ -205,8 +212,6 @@ class Prepared:
             (id(optimizer), len(optimizer.param_groups)) for optimizer in optimizers
         )
         self._bindings.groups.clear()
-        self._loop.models += fresh
-        self._open_tables()
 
     def _prepare_metric(self, metric: nn.Module) -> None:
         if self.survives:

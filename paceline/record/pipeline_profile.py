@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -303,24 +303,7 @@ def combine_workers(
         return None
     micro_batches = int(most_common[0][0])
     schedule = make_schedule(terms["schedule"], len(workers), micro_batches, terms["chunks"])
-    steps_by_worker = [
-        {step: times for step, count, times in worker["steps"] if count == micro_batches}
-        for worker in workers
-    ]
-    # A worker keeps the times of its last steps only, so a step counts if all workers have it.
-    common_steps = sorted(set(steps_by_worker[0]).intersection(*steps_by_worker[1:]))
-    clocks_ahead = [offset.ahead for offset in offsets]
-    steps = []
-    for number in common_steps:
-        rows = [times_by_step[number] for times_by_step in steps_by_worker]
-        # A step that was broken off, or had another schedule, has other numbers of actions.
-        if any(len(row) != len(plan) for row, plan in zip(rows, schedule.rows, strict=True)):
-            continue
-        shifted = [
-            [_ActionTimes(*(at - ahead for at in times)) for times in row]
-            for row, ahead in zip(rows, clocks_ahead, strict=True)
-        ]
-        steps.append(_MeasuredStep(schedule, shifted))
+    steps = list(_match_steps(workers, schedule, offsets))
     if not steps:
         return None
     timelines = [step.timeline for step in steps]
@@ -349,6 +332,28 @@ def combine_workers(
             statistics.median(each.idle[place] for each in timelines) for place in range(len(ranks))
         ),
     )
+
+
+def _match_steps(
+    workers: Sequence[Mapping[str, Any]],
+    schedule: PipelineSchedule,
+    offsets: Sequence[ClockOffset],
+) -> Iterator[_MeasuredStep]:
+    """Yield the steps with this schedule that all workers have measured, on one clock."""
+    steps_by_worker = [
+        {step: times for step, count, times in worker["steps"] if count == schedule.micro_batches}
+        for worker in workers
+    ]
+    # A worker keeps the times of its last steps only, so a step counts if all workers have it.
+    for number in sorted(set(steps_by_worker[0]).intersection(*steps_by_worker[1:])):
+        rows = [times_by_step[number] for times_by_step in steps_by_worker]
+        # A step that was broken off, or had another schedule, has other numbers of actions.
+        if all(len(row) == len(plan) for row, plan in zip(rows, schedule.rows, strict=True)):
+            shifted = [
+                [_ActionTimes(*(at - offset.ahead for at in times)) for times in row]
+                for row, offset in zip(rows, offsets, strict=True)
+            ]
+            yield _MeasuredStep(schedule, shifted)
 
 
 def _profile_stage(

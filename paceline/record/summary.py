@@ -151,7 +151,7 @@ def _write_files(
     """Write both files on the first worker."""
     totals = log.compute_totals()
     assert totals is not None, "the first worker keeps the book"
-    cluster, context = outcome.cluster, axes.slice
+    context = axes.slice
     if ends.different:
         different, reference = (
             ", ".join(map(str, dict.fromkeys(ranks)))
@@ -163,19 +163,46 @@ def _write_files(
         )
         outcome.event(text)
         context.announce(f"{text} at the end; was something changed on some workers only?")
+    summary = _make_summary(outcome, axes, ends, totals, log_began=log.opened_at - outcome.began)
+    summary.write(folder)
+    if log.feed is not None:
+        log.feed.report_summary(summary.to_fields())
+    # Without spans (trace="off") there is no trace file.
+    if any(ends.spans.values()):
+        mesh = axes.mesh if axes.cut_axes else None
+        spans = timeline.add_late_spans(ends.spans, log.lateness.recent_late_ranks())
+        events = timeline.make_trace_events(
+            spans,
+            names=outcome.cluster.host_names(),
+            offsets=ends.ahead,
+            servers=outcome.served,
+            mesh=mesh,
+        )
+        timeline.write_trace(folder.trace, events, offsets=ends.ahead)
+    # A run in the temporary folder is removed by the tool that started it, so its path is useless.
+    is_temporary = folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
+    if totals.steps and not is_temporary:
+        context.announce(describe_result(folder.path, totals))
+    return b""
+
+
+def _make_summary(
+    outcome: RunOutcome, axes: RunAxes, ends: GatheredEnds, totals: RunTotals, *, log_began: float
+) -> RunSummary:
+    """Make the summary. `log_began` is the time of the run at which its log was opened."""
     steps = max(totals.steps, 1)
     mean_step = sum(totals.step_seconds.values())
     verdicts = [
         judge_codec(facts, mean_step, totals.steps) for facts in zip(*ends.codecs, strict=True)
     ]
-    summary = RunSummary(
+    return RunSummary(
         sync=format_as_call(outcome.strategy),
         workers=axes.everyone.group.size,
-        hosts=len(cluster.hosts),
+        hosts=len(outcome.cluster.hosts),
         totals=totals,
         bytes_sent={
-            "within": sum(s[0] for s in ends.sent) / steps,
-            "between": sum(s[1] for s in ends.sent) / steps,
+            "within": sum(within for within, _ in ends.sent) / steps,
+            "between": sum(between for _, between in ends.sent) / steps,
         },
         codecs=[asdict(verdict) for verdict in verdicts if verdict is not None],
         parameters_sha256=ends.digest,
@@ -190,7 +217,7 @@ def _write_files(
         else [],
         axes=_sum_by_axis(ends.along, axes, steps),
         memory=ends.memory,
-        log_began=log.opened_at - outcome.began,
+        log_began=log_began,
         untold=ends.untold,
         pipelines=[profile.to_fields() for profile in ends.pipelines],
         route=axes.replicas.route,
@@ -198,22 +225,6 @@ def _write_files(
         settings=outcome.settings,
         results=outcome.results,
     )
-    summary.write(folder)
-    if log.feed is not None:
-        log.feed.report_summary(summary.to_fields())
-    # Without spans (trace="off") there is no trace file.
-    if any(ends.spans.values()):
-        mesh = axes.mesh if axes.cut_axes else None
-        spans = timeline.add_late_spans(ends.spans, log.lateness.recent_late_ranks())
-        events = timeline.make_trace_events(
-            spans, names=cluster.host_names(), offsets=ends.ahead, servers=outcome.served, mesh=mesh
-        )
-        timeline.write_trace(folder.trace, events, offsets=ends.ahead)
-    # A run in the temporary folder is removed by the tool that started it, so its path is useless.
-    is_temporary = folder.path.is_absolute() and folder.path.is_relative_to(tempfile.gettempdir())
-    if totals.steps and not is_temporary:
-        context.announce(describe_result(folder.path, totals))
-    return b""
 
 
 def describe_result(path: Path, totals: RunTotals) -> str:

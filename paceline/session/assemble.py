@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.checkpoint.layout import StateLayout
 from paceline.checkpoint.parts import CutParts
@@ -88,6 +89,14 @@ class JoinedWorker:
     straggler: Policy | None = None
 
 
+class _ElasticParts(NamedTuple):
+    """The parts of a run that may lose workers, and take in new ones."""
+
+    body: ElasticRun
+    recovery: Recovery
+    departure: Departure
+
+
 def assemble_run(
     joined: JoinedWorker,
     strategy: Strategy,
@@ -114,8 +123,7 @@ def _announce_unused_cluster(context: SyncContext, strategy: Strategy) -> None:
     if context.route_facts is not None and not context.routes:
         context.announce(
             f"{context.route_facts.source} decides nothing here: {format_as_call(strategy)} has "
-            "its own way "
-            "between hosts"
+            "its own way between hosts"
         )
 
 
@@ -132,15 +140,10 @@ class _RunAssembly:
         comparison: Comparison,
         open_records: OpenRecords,
     ) -> None:
-        view, axes, context = joined.view, joined.axes, joined.axes.slice
-        worker, self.elastic = view.worker, view.worker.place.worker is not None
-        self.joined, self.view, self.axes, self.context, self.strategy = (
-            joined,
-            view,
-            axes,
-            context,
-            strategy,
-        )
+        self.joined, self.view, self.strategy = joined, joined.view, strategy
+        self.axes, self.context = axes, context = joined.axes, joined.axes.slice
+        worker = joined.view.worker
+        self.elastic = worker.place.worker is not None
         # strategies find the workers of a host through `Subgroups`
         subgroups = Subgroups(context, lambda: axes.hosts_of(context))
         if axes.replicas is not context:
@@ -157,6 +160,19 @@ class _RunAssembly:
         self.history = RunHistory(
             collectives.agree_on_seed(axes.everyone, seed, arguments), began, context.announce
         )
+        self._build_prepared(step, subgroups)
+        # options are checked before the folder appears, so that a mistake leaves no folder behind
+        check_comparison(comparison, self.sync, self.abilities.replicated)
+        if self.elastic:
+            check_elastic(worker.device, self.abilities)
+        self.folder, self.log = open_records(self.history, self.abilities.sample_queue is not None)
+        self._build_saving()
+        self._build_followers()
+        self._build_ending(comparison)
+
+    def _build_prepared(self, step: TrainingStep, subgroups: Subgroups) -> None:
+        """Build the registry of the script's objects, and the layout of their state."""
+        axes, worker = self.axes, self.view.worker
         cuts = ModelCuts(
             axes,
             self.history.seed,
@@ -181,13 +197,6 @@ class _RunAssembly:
             cuts.stage_splits,
             cuts.share_stage_state,
         )
-        # options are checked before the folder appears, so that a mistake leaves no folder behind
-        check_comparison(comparison, self.sync, self.abilities.replicated)
-        if self.elastic:
-            check_elastic(worker.device, self.abilities)
-        self.folder, self.log = open_records(self.history, self.abilities.sample_queue is not None)
-        self._build_followers()
-        self._build_ending(comparison)
 
     def _can_tied_copies_diverge(self) -> bool:
         """Whether copies of a parameter on two stages could be changed in different ways.
@@ -196,21 +205,15 @@ class _RunAssembly:
         """
         return self.loop.backward.replicas_diverge or bool(self.context.accounts)
 
-    def _build_followers(self) -> None:
-        """Build the parts that follow the training: state, checkpoints, records, watches."""
+    def _build_saving(self) -> None:
+        """Build the parts that save the state of the run, and continue from what is saved."""
         context, loop, prepared, history = self.context, self.loop, self.prepared, self.history
         worker = self.view.worker
+        start, worker_id = worker.place.job_start, worker.place.worker
         self.progress = RunProgress(loop, prepared.loaders)
         prepared.state.add_part("progress", self.progress)
-        tables, pinned, start = (
-            prepared.tables,
-            worker.device.type == "cuda",
-            worker.place.job_start,
-        )
-        log = None if start is None else self.log
-        worker_id = worker.place.worker
         # in an elastic job ranks change, but the id of a worker is never used again
-        stream = self.context.group.rank if worker_id is None else worker_id
+        stream = context.group.rank if worker_id is None else worker_id
         generator = WorkerGenerator(history.seed, stream, worker.device)
         self.own = WorkerState(
             GeneratorStates(worker.device, order=prepared.order, generator=generator),
@@ -219,7 +222,7 @@ class _RunAssembly:
             prepared.optimizers,
             self.layout,
             context.announce,
-            log=log,
+            log=None if start is None else self.log,
             route=self.axes.replicas.route,
             generator=generator,
         )
@@ -230,14 +233,11 @@ class _RunAssembly:
             context,
             history,
             parts=parts,
-            tables=tables,
+            tables=prepared.tables,
             deadline=worker.deadline,
-            pinned=pinned,
+            pinned=worker.device.type == "cuda",
         )
-        self.records, self.hints = (
-            RunRecords(history, self.folder, self.log, LogMeetings()),
-            StartupHints(prepared, loop),
-        )
+        self.records = RunRecords(history, self.folder, self.log, LogMeetings())
         self.resumption = RunResumption(
             self.saving,
             everyone=self.axes.everyone,
@@ -247,6 +247,11 @@ class _RunAssembly:
             folder=self.folder,
             start=start,
         )
+
+    def _build_followers(self) -> None:
+        """Build the parts that watch the training, and hint at mistakes."""
+        loop, prepared, history = self.loop, self.prepared, self.history
+        self.hints = StartupHints(prepared, loop)
         mesh = self.axes.mesh if self.axes.cut_axes else None
         self.follower = ShareFollower(
             loop, prepared.loaders, history, mesh=mesh, quota=self.joined.quota
@@ -307,19 +312,47 @@ class _RunAssembly:
 
     def connect_parts(self, total_steps: int | None) -> Run:
         """Connect the parts to the loop, and make the `Run` of them."""
-        elastic, recovery, leaving = self._build_recovery() if self.elastic else (None, None, None)
-        loop, log, comparer = self.loop, self.log, self.comparer
-        collector = self._build_collector(recovery, leaving)
-        survival = None
-        if elastic is not None and recovery is not None and leaving is not None:
-            survival = self._build_survival(elastic, recovery, leaving, collector)
-        ended = (
-            self.links.step_ended,
-            collector.step_ended,
-            *(() if survival is None else (survival.step_ended,)),
+        elastic = self._build_recovery() if self.elastic else None
+        collector = self._build_collector(elastic)
+        survival = None if elastic is None else self._build_survival(elastic, collector)
+        plan = TotalSteps(total_steps, self.log.expect_steps)
+        self.loop.observe(self._order_observers(plan, collector, survival, elastic))
+        self.hints.begin_watching()
+        self.watch.begin_watching()
+        return Run(
+            RunParts(
+                view=self.view,
+                axes=self.axes,
+                strategy=self.strategy,
+                history=self.history,
+                folder=self.folder,
+                log=self.log,
+                loop=self.loop,
+                prepared=self.prepared,
+                own=self.own,
+                progress=self.progress,
+                plan=plan,
+                saving=self.saving,
+                hints=self.hints,
+                watch=self.watch,
+                collector=collector,
+                resumption=self.resumption,
+                comparer=self.comparer,
+                survival=survival,
+                ending=self.ending,
+            )
         )
-        plan, policy = TotalSteps(total_steps, log.expect_steps), PolicyCheck(self.joined.straggler)
-        observer, place = self.abilities.observer, self.view.worker.place
+
+    def _order_observers(
+        self,
+        plan: TotalSteps,
+        collector: LogCollector,
+        survival: Survival | None,
+        elastic: _ElasticParts | None,
+    ) -> LoopObservers:
+        """List the parts that the loop calls at each moment, in the same order on all workers."""
+        log, observer, place = self.log, self.abilities.observer, self.view.worker.place
+        follower, memory, hints = self.follower, self.memory, self.hints
         restart = () if place.job_start is None else (self.resumption.training_begins,)
         unlimited = place.most_steps is None and place.most_seconds is None
         limit = () if unlimited else (RunLimit(place, collector.request_stop).step_ended,)
@@ -331,70 +364,40 @@ class _RunAssembly:
         )
 
         def begin_comparing() -> None:
-            comparer.begin_training(loop.steps_made)
+            self.comparer.begin_training(self.loop.steps_made)
 
-        # the loop calls the parts of each event in this order, which is the same on all workers
-        loop.observe(
-            LoopObservers(
-                training_begins=(
-                    *describing,
-                    *restart,
-                    *(() if survival is None else (survival.begin_surviving,)),
-                    begin_comparing,
-                ),
-                epoch_began=(
-                    collector.leave_lockstep,
-                    self.follower.epoch_began,
-                    self.progress.loop_began,
-                ),
-                lead_taken=(policy.check_leader, plan.add_leading_loader),
-                first_step=(
-                    *describing,
-                    self.prepared.cuts.check_used,
-                    self.memory.predict_optimizer,
-                    self.hints.hint_at_missing_gradients,
-                ),
-                stepped=() if observer is None else (observer.note_optimizer_step,),
-                doubled=(self.memory.measure_held,),
-                committed=() if elastic is None else (elastic.buddies.copy_if_due,),
-                step_ended=(
-                    log.end_step,
-                    comparer.step_ended,
-                    self.follower.step_ended,
-                    *limit,
-                    *ended,
-                ),
-                ghost_ended=(self.hints.hint_at_ghost_metrics,),
-                went_back=(log.fold_later_steps,),
-            )
-        )
-        self.hints.begin_watching()
-        self.watch.begin_watching()
-        return Run(
-            RunParts(
-                view=self.view,
-                axes=self.axes,
-                strategy=self.strategy,
-                history=self.history,
-                folder=self.folder,
-                log=log,
-                loop=loop,
-                prepared=self.prepared,
-                own=self.own,
-                progress=self.progress,
-                plan=plan,
-                saving=self.saving,
-                hints=self.hints,
-                watch=self.watch,
-                collector=collector,
-                resumption=self.resumption,
-                comparer=comparer,
-                survival=survival,
-                ending=self.ending,
-            )
+        return LoopObservers(
+            training_begins=(
+                *describing,
+                *restart,
+                *(() if survival is None else (survival.begin_surviving,)),
+                begin_comparing,
+            ),
+            epoch_began=(collector.leave_lockstep, follower.epoch_began, self.progress.loop_began),
+            lead_taken=(PolicyCheck(self.joined.straggler).check_leader, plan.add_leading_loader),
+            first_step=(
+                *describing,
+                self.prepared.cuts.check_used,
+                memory.predict_optimizer,
+                hints.hint_at_missing_gradients,
+            ),
+            stepped=() if observer is None else (observer.note_optimizer_step,),
+            doubled=(memory.measure_held,),
+            committed=() if elastic is None else (elastic.body.buddies.copy_if_due,),
+            step_ended=(
+                log.end_step,
+                self.comparer.step_ended,
+                follower.step_ended,
+                *limit,
+                self.links.step_ended,
+                collector.step_ended,
+                *(() if survival is None else (survival.step_ended,)),
+            ),
+            ghost_ended=(hints.hint_at_ghost_metrics,),
+            went_back=(log.fold_later_steps,),
         )
 
-    def _build_recovery(self) -> tuple[ElasticRun, Recovery, Departure]:
+    def _build_recovery(self) -> _ElasticParts:
         """Build the parts that continue the run when workers are lost."""
         worker, context, own, prepared = self.view.worker, self.context, self.own, self.prepared
         place, watching = worker.place, self.joined.watching
@@ -423,35 +426,31 @@ class _RunAssembly:
             leaving=leaving,
             replicate=worker.replicate,
         )
-        return body, Recovery(worker, context.agreement, body, orders, members), leaving
+        recovery = Recovery(worker, context.agreement, body, orders, members)
+        return _ElasticParts(body, recovery, leaving)
 
-    def _build_collector(
-        self, recovery: Recovery | None, leaving: Departure | None
-    ) -> LogCollector:
+    def _build_collector(self, elastic: _ElasticParts | None) -> LogCollector:
         eviction = None
-        if self.joined.straggler == "evict" and leaving is not None:
+        if self.joined.straggler == "evict" and elastic is not None:
             check_eviction(self.abilities)
-            eviction = Eviction(self.view, leaving, self.history)
-        everyone, records = self.axes.everyone, self.records
+            eviction = Eviction(self.view, elastic.departure, self.history)
         return LogCollector(
             self.loop,
             self.prepared,
-            everyone,
-            records,
-            recovery=recovery,
+            self.axes.everyone,
+            self.records,
+            recovery=None if elastic is None else elastic.recovery,
             follower=self.follower,
             links=self.links,
             live=self.live,
             eviction=eviction,
         )
 
-    def _build_survival(
-        self, body: ElasticRun, recovery: Recovery, leaving: Departure, collector: LogCollector
-    ) -> Survival:
+    def _build_survival(self, elastic: _ElasticParts, collector: LogCollector) -> Survival:
         loop, saving, folder = self.loop, self.saving, self.folder
         survival = Survival(
-            recovery,
-            leaving,
+            elastic.recovery,
+            elastic.departure,
             self.view,
             loop,
             self.prepared,
@@ -463,7 +462,9 @@ class _RunAssembly:
             ),
             depart=self.ending.leave_job,
         )
-        rollback = Rollback(body.get_turn_state, loop.models, self.own.randomness, loop.backward)
+        rollback = Rollback(
+            elastic.body.get_turn_state, loop.models, self.own.randomness, loop.backward
+        )
         self.epochs.recover_by(
             RecoverableTransaction(loop.turns, loop.backward, rollback, self.prepared.tables),
             survival.update_generation,

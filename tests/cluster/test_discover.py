@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import secret
-from paceline.cluster.discover import JobStart, Place, derive_port, discover_place, expand_nodelist
+from paceline.cluster.discover import JobStart, Place, derive_port, discover_place
 from paceline.cluster.machine import count_cores, read_cpu_quota
 from paceline.errors import PlaceError, SecretError
 
@@ -258,21 +258,6 @@ def test_a_short_secret_is_refused():
 def test_a_secret_that_is_not_inherited_is_explained():
     with pytest.raises(SecretError, match="started by a worker"):
         discover_place(TORCHRUN | {"PACELINE_STORE": "a:1", "PACELINE_SECRET_FD": "9999"})
-
-
-@pytest.mark.parametrize(
-    ("text", "names"),
-    [
-        ("a", ["a"]),
-        ("a,b-1", ["a", "b-1"]),
-        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
-        ("n[1,3-4],m2", ["n1", "n3", "n4", "m2"]),
-        ("r[1-2]c[01-02].x,z", ["r1c01.x", "r1c02.x", "r2c01.x", "r2c02.x", "z"]),
-        ("", []),
-    ],
-)
-def test_node_lists(text, names):
-    assert list(expand_nodelist(text)) == names
 
 
 def test_fixed_ports_stay_below_the_ephemeral_range():

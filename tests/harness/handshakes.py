@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
 
-from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Meeting, Offer, assemble_hosts
+from paceline.cluster.hosts.meeting import Meeting
+from paceline.cluster.hosts.rendezvous import Admission, FixedPeers, Offer, assemble_hosts
 from tests.harness import strangers
 
 SECRET = b"s" * 32

@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 
 from paceline.cluster.hosts.fixed import FixedPeers
+from paceline.cluster.hosts.meeting import Meeting
 from paceline.cluster.hosts.peers import Offer
-from paceline.cluster.hosts.rendezvous import Meeting, assemble_hosts
+from paceline.cluster.hosts.rendezvous import assemble_hosts
 from paceline.timings import ChannelTimings, Timings
 from tests.harness.jobs import PATIENCE, wait_for
 

@@ -80,50 +80,38 @@ def connect_all_launchers(
     end = time.monotonic() + deadline
     channels: dict[int, Channel] = {}
     for other_host, offer in enumerate(table[:host]):
+        seconds_left = max(0.1, end - time.monotonic())
         try:
-            connection = socket.create_connection(
-                (offer.address, offer.agent_port), timeout=max(0.1, end - time.monotonic())
-            )
-            channels[other_host] = introduce_launcher(
-                connection, secret, f"{offer.address}:{offer.agent_port}", timings.hello
+            channels[other_host] = _call_launcher(
+                (offer.address, offer.agent_port), host, secret, seconds_left, timings.hello
             )
         except OSError as error:
             raise DeadlineExceeded(
                 f"the launcher on {offer.name} can't be reached at "
                 f"{offer.address}:{offer.agent_port}: {error}"
             ) from error
-        channels[other_host].send({"kind": "host", "host": host})
     # The hosts after this one call it. Strangers may call too: they are dropped.
     listening.setblocking(False)
     with contextlib.closing(Handshakes(secret, timings=timings)) as handshakes:
-        while len(channels) < len(table) - 1:
+        missing_hosts = {*range(host + 1, len(table))}
+        while missing_hosts:
             descriptors = wait_ready(
                 [listening.fileno(), *handshakes.list_descriptors()],
                 min(timings.look, end - time.monotonic()),
             )
             if time.monotonic() > end:
-                absent = ", ".join(
-                    offer.name
-                    for other_host, offer in enumerate(table)
-                    if other_host not in {*channels, host}
-                )
+                absent = ", ".join(table[other_host].name for other_host in sorted(missing_hosts))
                 raise DeadlineExceeded(
                     f"{absent} did not call {table[host].name} within {deadline:g} s: "
                     "is a firewall between them?"
                 )
-            for channel, message in [
-                first_message
-                for descriptor in descriptors
-                if (first_message := handshakes.receive_first_message(descriptor)) is not None
-            ]:
-                calling_host = message.get("host")
-                if (
-                    message.get("kind") == "host"
-                    and type(calling_host) is int
-                    and host < calling_host < len(table)
-                    and calling_host not in channels
-                ):
-                    channels[calling_host] = channel
+            first_messages = map(handshakes.receive_first_message, descriptors)
+            for channel, message in filter(None, first_messages):
+                caller = message.get("host") if message.get("kind") == "host" else None
+                # `True` would count as the number 1.
+                if type(caller) is int and caller in missing_hosts:
+                    channels[caller] = channel
+                    missing_hosts.remove(caller)
                 else:
                     channel.close()
             if listening.fileno() in descriptors:
@@ -145,12 +133,20 @@ def connect_joining_host(
             continue
         point = (str(seat.facts["address"]), int(seat.facts["port"]))
         with contextlib.suppress(OSError, PacelineError):
-            connection = socket.create_connection(point, timeout=timings.membership.silence)
-            channels[seat.host] = introduce_launcher(
-                connection, secret, f"{point[0]}:{point[1]}", timings.channel.hello
+            channels[seat.host] = _call_launcher(
+                point, host, secret, timings.membership.silence, timings.channel.hello
             )
-            channels[seat.host].send({"kind": "host", "host": host})
     return channels
+
+
+def _call_launcher(
+    point: Point, host: int, secret: bytes, connect_seconds: float, hello_seconds: float
+) -> Channel:
+    """Call another launcher, and tell it the number of this host."""
+    connection = socket.create_connection(point, timeout=connect_seconds)
+    channel = introduce_launcher(connection, secret, f"{point[0]}:{point[1]}", hello_seconds)
+    channel.send({"kind": "host", "host": host})
+    return channel
 
 
 class ElasticPeers:

@@ -4,47 +4,42 @@ It checks the request, meets the other launchers, and gives each worker its rank
 
     run_job -> _run_restartable_job -> _run_one_start   the whole job starts again after a failure
             -> _take_part_in_job                        otherwise
-                 _reserve_resources    sockets, ports and the job's secret
+                 reserve_resources     sockets, ports and the job's secret
                  _prepare_workers      meet the other hosts, write the commands of the workers
                  Supervisor            start the workers, watch them, end them together
 """
 
 from __future__ import annotations
 
-import os
 import secrets as random
 import signal
-import socket
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
-from paceline.cluster import machine, network, secret
-from paceline.cluster.control import calls, commands, progress
-from paceline.cluster.control.progress import ProgressPage
+from paceline.cluster import machine
+from paceline.cluster.control import calls
 from paceline.cluster.discover import (
-    CallPlace,
     copy_environment,
     parse_seconds,
-    read_job_start,
     read_timings,
 )
 from paceline.cluster.hosts.admission import MeetingPoint, Point
 from paceline.cluster.hosts.channel import Channel
 from paceline.cluster.hosts.elastic import ElasticPeers, connect_all_launchers, connect_joining_host
 from paceline.cluster.hosts.fixed import FixedPeers
+from paceline.cluster.hosts.meeting import Meeting
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.peers import NoPeers, Offer, Peers
-from paceline.cluster.hosts.rendezvous import Admission, Meeting, assemble_hosts, seek_admission
+from paceline.cluster.hosts.rendezvous import Admission, assemble_hosts, seek_admission
 from paceline.cluster.hosts.restart_messages import JobStopped, Links
 from paceline.cluster.launcher import bar, hints, interrupt
+from paceline.cluster.launcher.host_resources import HostResources, reserve_resources
+from paceline.cluster.launcher.output import print_message
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.request import (
     PLACEMENTS,
-    QUIET,
     LaunchRequest,
     check_request,
     deal_ranks,
@@ -53,6 +48,11 @@ from paceline.cluster.launcher.request import (
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.supervisor import RunWatcher, Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
+from paceline.cluster.launcher.worker_commands import (
+    make_first_commands,
+    make_joining_worker,
+    make_shared_variables,
+)
 from paceline.errors import PacelineError
 from paceline.formatting import format_count
 from paceline.timings import Timings
@@ -68,22 +68,6 @@ _SHARED_OPTIONS = (
 # Open files of any process of a job. Each worker of the job adds more, those of its host most.
 _BASE_DESCRIPTORS = 64
 USAGE_EXIT_CODE = 2  # exit code for a wrong request
-# Beginnings of the variables that belong to another launcher, or that are made anew for each worker
-_NOT_INHERITED_PREFIXES = (
-    "TORCHELASTIC_",
-    "PACELINE_SECRET",
-    "PACELINE_STORE",
-    "PACELINE_REPORT_FD",
-    "PACELINE_ONE_MACHINE",
-    "PACELINE_PROGRESS",
-    "PACELINE_ORDERS_FD",
-    "PACELINE_WORKER",
-    "PACELINE_JOINING",
-    "PACELINE_STACK_FD",
-    "PACELINE_RUN",
-    "PACELINE_CALL",
-    "PACELINE_BAR",
-)
 
 
 def run_job(
@@ -112,7 +96,7 @@ def run_job(
             _BASE_DESCRIPTORS + 8 * job.workers + 4 * job.workers * job.hosts
         )
         if job.workers == job.hosts == 1:
-            _print_message(hints.hint_misplaced_options(job.script, job.args))
+            print_message(hints.hint_misplaced_options(job.script, job.args))
         if job.restarts and job.min_workers is None:
             return _run_restartable_job(
                 job,
@@ -123,39 +107,28 @@ def run_job(
         code, elastic_points, ranks = _take_part_in_job(job, surroundings, watcher)
         # This host was cut off, and the other hosts go on without it: it tries to come back.
         while elastic_points:
-            _print_message(f"looks for the other hosts for {job.patience:g} s, to take part again")
+            print_message(f"looks for the other hosts for {job.patience:g} s, to take part again")
             try:
                 code, elastic_points, ranks = _take_part_in_job(
                     job, surroundings, watcher, elastic_points, ranks
                 )
             except PacelineError as error:
-                _print_message(str(error))
+                print_message(str(error))
                 return code
         return code
     except PacelineError as error:
-        _print_message(str(error))
+        print_message(str(error))
         return USAGE_EXIT_CODE
     except JobStopped as job_stopped:
-        _print_message(
+        print_message(
             f"{interrupt.describe_signal(job_stopped.signum)} before its workers started"
             if job_stopped.is_here
             else str(job_stopped)
         )
         return 128 + job_stopped.signum
     except KeyboardInterrupt:
-        _print_message(interrupt.describe_signal(signal.SIGINT))
+        print_message(interrupt.describe_signal(signal.SIGINT))
         return 128 + signal.SIGINT
-
-
-def _print_message(text: str | None) -> None:
-    if text is not None:
-        print(f"paceline: {text}", file=sys.stderr, flush=True)
-
-
-def _print_unless_quiet(job: LaunchRequest, text: str) -> None:
-    """Print a message about progress, unless the launcher is to be quiet."""
-    if not job.is_quiet:
-        _print_message(text)
 
 
 def _make_success_message(job: LaunchRequest) -> str:
@@ -177,7 +150,7 @@ def _run_restartable_job(
             except PacelineError as error:
                 if not restarts.present_start.events:
                     raise
-                _print_message(str(error))
+                print_message(str(error))
                 return code
             except JobStopped as stop:
                 if links is not None:
@@ -207,7 +180,7 @@ def _run_one_start(
         The exit code, and the connections to the other launchers if the job starts again.
     """
     with ExitStack() as until_start_ends, ExitStack() as until_workers_start:
-        resources = _reserve_resources(job, surroundings, until_start_ends, until_workers_start)
+        resources = reserve_resources(job, surroundings, until_start_ends, until_workers_start)
         peers = _meet_for_start(job, surroundings, resources, restarts, links)
         restarts.begin_start(peers)
         surroundings["PACELINE_JOB_START"] = restarts.present_start.dump()
@@ -254,7 +227,7 @@ def _take_part_in_job(
     surroundings["PACELINE_JOB_START"] = ""
     with ExitStack() as until_job_ends, ExitStack() as until_workers_start:
         with interrupt.raise_on_signals():
-            resources = _reserve_resources(job, surroundings, until_job_ends, until_workers_start)
+            resources = reserve_resources(job, surroundings, until_job_ends, until_workers_start)
             parts = _prepare_workers(job, surroundings, resources, points, ranks)
         elastic_peers = parts.peers if isinstance(parts.peers, ElasticPeers) else None
         make_replacement = None
@@ -305,24 +278,6 @@ def _make_replacement(
     )
 
 
-def get_shared_secret(job: LaunchRequest, environ: Mapping[str, str]) -> bytes:
-    """Get the job's secret: from the file, from PACELINE_SECRET, or, on one host, a new one.
-
-    Raises `SecretError` if several hosts need one, and none is given.
-    """
-    if job.secret_file is not None:
-        return secret.read_secret(job.secret_file)
-    if environ.get("PACELINE_SECRET"):
-        return secret.parse_secret(environ["PACELINE_SECRET"], "PACELINE_SECRET")
-    if job.join is None:
-        return secret.make_secret()
-    raise secret.make_secret_error(
-        f"a job of {job.hosts} hosts needs a secret that they share"
-        if job.hosts > 1
-        else "--join needs a secret that hosts share"
-    )
-
-
 # Makes another worker of a run: from the facts of the run (JSON) and a rank. While the context is
 # open, this process holds what the worker inherits.
 MakeWorker = Callable[[str, int], AbstractContextManager[WorkerCommand]]
@@ -338,71 +293,10 @@ class _LauncherParts:
     make_worker: MakeWorker
 
 
-@dataclass(frozen=True)
-class _HostResources:
-    """What this host brings to the job: its secret, addresses, sockets and timings."""
-
-    secret: bytes
-    offer: Offer
-    store_listeners: list[socket.socket]  # on which workers serve their stores
-    agent_listener: socket.socket | None  # on which the launcher is called, if losses are survived
-    progress_folder: str | None  # the folder of the workers' progress pages, if they are observed
-    timings: Timings
-    until_job_ends: ExitStack  # closed when the job is over on this host
-    until_workers_start: ExitStack  # closed when the workers have started, which have inherited it
-
-
-def _reserve_resources(
-    job: LaunchRequest, environ: Mapping[str, str], held: ExitStack, inherited: ExitStack
-) -> _HostResources:
-    """Get the job's secret, choose this host's address, and open the sockets for its ports.
-
-    `held` is closed when the job is over on this host, `inherited` when its workers have started.
-    """
-    key = get_shared_secret(job, environ)
-    _print_unless_quiet(job, hints.describe_start(job.script, job.workers, job.join))
-    interface = environ.get("PACELINE_INTERFACE")
-    address = "127.0.0.1" if interface is None else network.resolve_interface(interface)
-    if job.join is not None and interface is None:
-        address = network.find_local_address(
-            network.resolve_host(parse_meeting_point(job.join)[0])[0]
-        )
-    survives = job.min_workers is not None
-    # If losses are survived, any worker may have to serve the store of a later view.
-    stores = [
-        inherited.enter_context(network.open_listener(address))
-        for _ in range(job.workers if survives else 1)
-    ]
-    worker_numbers = (
-        tuple(
-            commands.make_worker_number(random.randbits(32), store.getsockname()[1])
-            for store in stores
-        )
-        if survives
-        else ()
-    )
-    # torch binds this port later. Until the job is over nothing else on this host may take it.
-    master_port_holder = held.enter_context(network.reserve_port(address))
-    ports = (stores[0].getsockname()[1], master_port_holder.getsockname()[1])
-    agent = held.enter_context(network.open_listener(address)) if survives else None
-    agent_port = 0 if agent is None else agent.getsockname()[1]
-    own_address = (
-        socket.gethostname(),
-        job.workers,
-        address,
-        machine.compute_machine_fingerprint(),
-    )
-    offer = Offer(*own_address, *ports, job.placement, worker_numbers, agent_port)
-    progress_folder = environ.get("PACELINE_PROGRESS")
-    return _HostResources(
-        key, offer, stores, agent, progress_folder, read_timings(environ), held, inherited
-    )
-
-
 def _prepare_workers(
     job: LaunchRequest,
     environ: dict[str, str],
-    resources: _HostResources,
+    resources: HostResources,
     points: Sequence[Point],
     ranks: Sequence[int],
 ) -> _LauncherParts:
@@ -447,7 +341,7 @@ def _prepare_workers(
 def _meet_for_start(
     job: LaunchRequest,
     environ: Mapping[str, str],
-    resources: _HostResources,
+    resources: HostResources,
     restarts: JobRestarts,
     links: Links | None,
 ) -> NoPeers | FixedPeers:
@@ -494,7 +388,7 @@ def _get_meeting_deadline(job: LaunchRequest, environ: Mapping[str, str]) -> flo
 
 
 def _get_offers(
-    resources: _HostResources, peers: NoPeers | FixedPeers
+    resources: HostResources, peers: NoPeers | FixedPeers
 ) -> tuple[tuple[Offer, ...], int]:
     """Offers of all hosts, and the number of this host among them."""
     if isinstance(peers, FixedPeers):
@@ -505,21 +399,21 @@ def _get_offers(
 def _make_first_parts(
     job: LaunchRequest,
     environ: dict[str, str],
-    resources: _HostResources,
+    resources: HostResources,
     peers: NoPeers | FixedPeers,
 ) -> _LauncherParts:
     """Write the commands of the workers of this host at the start of a job."""
     offers, host_rank = _get_offers(resources, peers)
-    shared_variables = _make_shared_variables(job, environ, offers, host_rank)
+    shared_variables = make_shared_variables(job, environ, offers, host_rank)
     worker_counts = [other.workers for other in offers]
     ranks = deal_ranks(worker_counts, job.placement)[host_rank]
-    if len(offers) > 1:
-        _print_unless_quiet(job, hints.describe_meeting(worker_counts, ranks))
+    if len(offers) > 1 and not job.is_quiet:
+        print_message(hints.describe_meeting(worker_counts, ranks))
     return _LauncherParts(
-        _make_first_commands(job, shared_variables, resources, ranks),
+        make_first_commands(job, shared_variables, resources, ranks),
         peers,
         resources.offer.name,
-        partial(_make_joining_worker, job, shared_variables, resources),
+        partial(make_joining_worker, job, shared_variables, resources),
     )
 
 
@@ -535,44 +429,11 @@ def _write_join_command(job: LaunchRequest) -> str:
     return hints.write_command_line(job.script, job.args, options)
 
 
-def _make_first_commands(
-    job: LaunchRequest,
-    shared_variables: dict[str, str],
-    resources: _HostResources,
-    ranks: Sequence[int],
-) -> list[WorkerCommand]:
-    """Make the commands of this host's workers at the start of the job."""
-    secret_fd = secret.write_secret_descriptor(resources.secret)
-    resources.until_workers_start.callback(os.close, secret_fd)
-    worker_commands = []
-    for local_rank, rank in enumerate(ranks):
-        environ = shared_variables | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "PACELINE_SECRET_FD": str(secret_fd),
-        }
-        descriptors = [secret_fd, *(job.call or ())]
-        if rank == 0 or resources.agent_listener is not None:
-            environ["PACELINE_STORE_FD"] = str(resources.store_listeners[local_rank].fileno())
-            descriptors.append(resources.store_listeners[local_rank].fileno())
-        page = _make_progress_page(resources.progress_folder, rank, shared_variables)
-        environ |= _make_own_variables(job, rank, page)
-        worker_number = (
-            resources.offer.numbers[local_rank] if resources.agent_listener is not None else None
-        )
-        worker_commands.append(
-            WorkerCommand(
-                rank, job.worker_command, environ, tuple(descriptors), page, worker_number
-            )
-        )
-    return worker_commands
-
-
 def _join_running_job(
     job: LaunchRequest,
     environ: Mapping[str, str],
     admission: Admission,
-    resources: _HostResources,
+    resources: HostResources,
     ranks: Sequence[int],
 ) -> _LauncherParts:
     """Join a running job: the workers of this host start while those of other hosts train.
@@ -580,8 +441,11 @@ def _join_running_job(
     This launcher calls its workers by `ranks`, or by new ranks if there are none.
     """
     assert job.join is not None
-    message = f"joined the job at {job.join}, which is under way: the workers of this host come in "
-    _print_unless_quiet(job, message + "once they have started")
+    if not job.is_quiet:
+        print_message(
+            f"joined the job at {job.join}, which is under way: the workers of this host come in "
+            "once they have started"
+        )
     channels = connect_joining_host(
         admission.view, admission.host, resources.secret, timings=resources.timings
     )
@@ -589,8 +453,8 @@ def _join_running_job(
     elastic_peers = _make_elastic_peers(
         resources, *seat, parse_meeting_point(job.join), run=admission.run
     )
-    shared_variables = _make_shared_variables(job, environ, (resources.offer,), 0)
-    make_worker = partial(_make_joining_worker, job, shared_variables, resources)
+    shared_variables = make_shared_variables(job, environ, (resources.offer,), 0)
+    make_worker = partial(make_joining_worker, job, shared_variables, resources)
     ranks = ranks or [
         _LATER_RANK_STEP * admission.host + local_rank for local_rank in range(job.workers)
     ]
@@ -602,7 +466,7 @@ def _join_running_job(
 
 
 def _make_elastic_peers(
-    resources: _HostResources,
+    resources: HostResources,
     host: int,
     view: View,
     channels: dict[int, Channel],
@@ -622,127 +486,3 @@ def _make_first_view(offers: Sequence[Offer]) -> View:
     """Make the first view: all hosts, with the workers that they start."""
     seats = [HostSeat(host, offer.numbers, offer.seat_facts) for host, offer in enumerate(offers)]
     return View(1, tuple(seats), len(seats))
-
-
-@contextmanager
-def _make_joining_worker(
-    job: LaunchRequest,
-    shared_variables: Mapping[str, str],
-    resources: _HostResources,
-    run: str,
-    rank: int,
-) -> Iterator[WorkerCommand]:
-    """Make the command of a worker that starts while other workers train.
-
-    It begins as a job of one worker, and learns of the others from the pipe of its launcher.
-    `run` are the facts of the run, as JSON.
-    """
-    address = resources.offer.address
-    with ExitStack() as inherited:
-        store = inherited.enter_context(network.open_listener(address))
-        secret_fd = secret.write_secret_descriptor(resources.secret)
-        inherited.callback(os.close, secret_fd)
-        port = store.getsockname()[1]
-        own_variables = {
-            "RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "GROUP_WORLD_SIZE": "1",
-            "GROUP_RANK": "0",
-        }
-        own_variables |= {
-            "PACELINE_SECRET_FD": str(secret_fd),
-            "PACELINE_STORE": f"{address}:{port}",
-            "PACELINE_STORE_FD": str(store.fileno()),
-        }
-        own_variables |= {"PACELINE_JOINING": "1", "PACELINE_RUN": run}
-        environ = {**shared_variables, **own_variables}
-        page = _make_progress_page(resources.progress_folder, rank, shared_variables)
-        environ |= _make_own_variables(job, rank, page)
-        worker_number = commands.make_worker_number(random.randbits(32), port)
-        descriptors = (secret_fd, store.fileno(), *(job.call or ()))
-        yield WorkerCommand(
-            rank, job.worker_command, environ, descriptors, page, worker_number, is_joining=True
-        )
-
-
-def _make_own_variables(job: LaunchRequest, rank: int, page: ProgressPage | None) -> dict[str, str]:
-    """Environment variables of one worker alone: its progress page, and its place in a call."""
-    variables = {} if page is None else {"PACELINE_PROGRESS_PAGE": str(page.file)}
-    if job.call is not None:
-        variables["PACELINE_CALL"] = CallPlace(*job.call, rank).dump()
-    return variables
-
-
-def _make_progress_page(
-    folder: str | None, rank: int, shared_variables: Mapping[str, str]
-) -> ProgressPage | None:
-    """Make the progress page of a worker; None if the job isn't observed."""
-    if not folder:
-        return None
-    page = ProgressPage(progress.page_path(Path(folder).absolute(), rank))
-    # OMP_NUM_THREADS may be a list, one number for each level of nested teams.
-    threads = shared_variables["OMP_NUM_THREADS"].partition(",")[0]
-    host_rank = int(shared_variables["GROUP_RANK"])
-    page.describe_worker(rank, host_rank, int(threads) if threads.isdigit() else 1)
-    return page
-
-
-def _make_shared_variables(
-    job: LaunchRequest, environ: Mapping[str, str], offers: tuple[Offer, ...], host_rank: int
-) -> dict[str, str]:
-    """Environment that all workers of this host have in common."""
-    own_offer, first_offer = offers[host_rank], offers[0]
-    inherited = (name for name in environ if not name.startswith(_NOT_INHERITED_PREFIXES))
-    variables = {name: environ[name] for name in inherited}
-    workers_here = sum(offer.workers for offer in offers if offer.machine == own_offer.machine)
-    start = read_job_start(environ)
-    is_first_start = start is None or not start.events
-    # Several launchers may run on one machine: the first of them prints the hint.
-    if is_first_start and all(offer.machine != own_offer.machine for offer in offers[:host_rank]):
-        _print_message(hints.hint_crowded_host(workers_here, machine.count_cores(), own_offer.name))
-    variables |= {
-        "WORLD_SIZE": str(sum(offer.workers for offer in offers)),
-        "LOCAL_WORLD_SIZE": str(own_offer.workers),
-        "GROUP_RANK": str(host_rank),
-        "GROUP_WORLD_SIZE": str(len(offers)),
-        "MASTER_ADDR": first_offer.address,
-        "MASTER_PORT": str(first_offer.master_port),
-        "PACELINE_STORE": f"{first_offer.address}:{first_offer.store_port}",
-    }
-    if all(offer.machine == own_offer.machine for offer in offers):
-        variables["PACELINE_ONE_MACHINE"] = "1"
-    if bar.is_bar_drawn(environ, bare=job.bare) and job.progress != QUIET:
-        variables["PACELINE_BAR"] = "1"
-    if job.threads is not None:
-        variables["OMP_NUM_THREADS"] = str(job.threads)
-    variables.setdefault("OMP_NUM_THREADS", str(max(1, machine.count_cores() // workers_here)))
-    # Python would hold lines back, as its output is a pipe.
-    variables.setdefault("PYTHONUNBUFFERED", "1")
-    variables.setdefault("PYTHONBREAKPOINT", f"{hints.__name__}.{hints.refuse_breakpoint.__name__}")
-    interface = network.find_interface_name(own_offer.address)
-    if interface is not None:
-        # For scripts that use torch.distributed themselves: Gloo and NCCL would guess the interface
-        # from the host's name.
-        variables.setdefault("GLOO_SOCKET_IFNAME", interface)
-        variables.setdefault("NCCL_SOCKET_IFNAME", interface)
-    return variables | _option_variables(job)
-
-
-def _option_variables(job: LaunchRequest) -> dict[str, str]:
-    """Environment variables by which options of the launcher reach `start()`."""
-    options = {
-        "SYNC": job.sync,
-        "MESH": job.mesh,
-        "CUT": job.cut,
-        "SHARES": job.shares,
-        "NAME": job.name,
-        "SERVERS": job.servers,
-        "STRAGGLER": job.straggler,
-        "REPORT_TO": job.report_to,
-        "STATUS_EVERY": job.progress,
-        # Workers may change their folder, so they get the whole path.
-        "CLUSTER": None if job.cluster is None else Path(job.cluster).absolute(),
-    }
-    return {f"PACELINE_{name}": str(value) for name, value in options.items() if value is not None}

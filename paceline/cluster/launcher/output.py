@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import select
 import sys
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from typing import Any
 from paceline.cluster.launcher.last_words import CHAINED_PREFIXES, TRACEBACK_LINE
 from paceline.status.live_bar import LiveBar
 from paceline.status.run_status import RunStatus
+from paceline.timings import SupervisorTimings
 
 _LINE_PATTERN = re.compile(rb"[^\r\n]*[\r\n]")
 _WRITE_BYTES = 4096  # a pipe that is ready takes these without blocking (PIPE_BUF)
@@ -366,6 +368,12 @@ class OutputStream:
             self._tail_size -= len(self._tail.popleft())
 
 
+def print_message(text: str | None) -> None:
+    """Print a message of the launcher, before there are screens; None is no message."""
+    if text is not None:
+        print(f"paceline: {text}", file=sys.stderr, flush=True)
+
+
 def open_missing_streams() -> None:
     """Open /dev/null in place of a closed standard input, output or error, as under cron.
 
@@ -400,3 +408,34 @@ def make_screens(*, bare: bool = False, bar: LiveBar | None = None) -> tuple[Scr
     )
     error_screen = Screen(2, prefix, at_once=bare, bar=bar)
     return (error_screen if same_file else Screen(1, prefix, at_once=bare)), error_screen
+
+
+def flush_screens(
+    screens: set[Screen], wake_fd: int, timings: SupervisorTimings, hurried: Callable[[], bool]
+) -> None:
+    """Write out what is left on the screens.
+
+    If the end was asked for (`hurried`), give up after a while, as the reader may never read.
+    """
+    deadline = time.monotonic() + timings.flush
+    for screen in screens:
+        while screen.has_pending:
+            poll = select.poll()
+            poll.register(screen.descriptor, select.POLLOUT)
+            poll.register(wake_fd, select.POLLIN)
+            ready_fds = [descriptor for descriptor, _ in poll.poll(1000 * timings.look)]
+            if screen.descriptor in ready_fds:
+                screen.write_pending()
+            elif hurried() and time.monotonic() > deadline:
+                screen.drop_pending()
+            if wake_fd in ready_fds:
+                drain_pipe(wake_fd)
+
+
+def drain_pipe(descriptor: int) -> None:
+    """Read a pipe that doesn't block until it is empty."""
+    try:
+        while os.read(descriptor, 4096):
+            continue
+    except BlockingIOError:
+        return

@@ -120,14 +120,12 @@ def check_request(job: LaunchRequest) -> None:
     for option, value in (*counted_options, ("--progress", job.progress)):
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}, and has to be at least 1")
-    if job.placement not in PLACEMENTS:
-        raise UsageError(
-            f"--placement is {job.placement}; {format_choices(job.placement, PLACEMENTS)}"
-        )
-    if job.straggler is not None and job.straggler not in STRAGGLERS:
-        raise UsageError(
-            f"--straggler is {job.straggler}; {format_choices(job.straggler, STRAGGLERS)}"
-        )
+    for option, choice, choices in (
+        ("--placement", job.placement, PLACEMENTS),
+        ("--straggler", job.straggler, STRAGGLERS),
+    ):
+        if choice is not None and choice not in choices:
+            raise UsageError(f"{option} is {choice}; {format_choices(choice, choices)}")
     if job.straggler == "evict" and job.min_workers is None:
         raise UsageError(
             "--straggler evict has slow workers leave, so say how many workers the job needs: "
@@ -135,16 +133,7 @@ def check_request(job: LaunchRequest) -> None:
         )
     if job.cluster is not None:
         check_cluster(job.cluster, job.min_workers)
-    if job.host_rank is not None and not 0 <= job.host_rank < job.hosts:
-        raise UsageError(
-            f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts "
-            f"{job.hosts})"
-        )
-    if job.hosts > 1 and job.join is None:
-        raise UsageError(
-            f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all "
-            "reach, and a free port there"
-        )
+    _check_hosts(job)
     if job.min_workers is not None and not 1 <= job.min_workers <= job.workers * job.hosts:
         raise UsageError(
             f"--min-workers is {job.min_workers}, and has to be 1 to {job.workers * job.hosts}"
@@ -158,8 +147,7 @@ def check_request(job: LaunchRequest) -> None:
     if job.backend is not None and job.backend not in BACKENDS:
         raise UsageError(
             f"--backend is {job.backend}; {format_choices(job.backend, BACKENDS)}, which scripts "
-            "get that "
-            "ask torch.distributed for Gloo"
+            "get that ask torch.distributed for Gloo"
         )
     # A process group of torch.distributed has a fixed size.
     if job.backend is not None and job.min_workers is not None:
@@ -168,6 +156,20 @@ def check_request(job: LaunchRequest) -> None:
             "leave out --min-workers"
         )
     _check_restarts(job)
+
+
+def _check_hosts(job: LaunchRequest) -> None:
+    """Raise `UsageError` for hosts that can't meet."""
+    if job.host_rank is not None and not 0 <= job.host_rank < job.hosts:
+        raise UsageError(
+            f"--host-rank is {job.host_rank}, and has to be 0 to {job.hosts - 1} (--hosts "
+            f"{job.hosts})"
+        )
+    if job.hosts > 1 and job.join is None:
+        raise UsageError(
+            f"--hosts {job.hosts} needs --join HOST:PORT: an address of one of them that all "
+            "reach, and a free port there"
+        )
     # Only an elastic job can begin on one host and take in others later.
     if job.hosts == 1 and job.join is not None and job.min_workers is None:
         raise UsageError(

@@ -26,7 +26,7 @@ from paceline.cluster.launcher.cleanup import JobCleanup
 from paceline.cluster.launcher.hangs import HangSearch
 from paceline.cluster.launcher.interrupt import JobEnd
 from paceline.cluster.launcher.last_words import extract_error_lines
-from paceline.cluster.launcher.output import Screen, make_screens
+from paceline.cluster.launcher.output import Screen, drain_pipe, flush_screens, make_screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.verdict import FailureSearch
@@ -37,7 +37,7 @@ from paceline.cluster.launcher.worker import (
     start_worker,
     wait_readable,
 )
-from paceline.timings import DEFAULT_TIMINGS, SupervisorTimings, Timings
+from paceline.timings import DEFAULT_TIMINGS, Timings
 
 
 class RunWatcher(Protocol):
@@ -231,7 +231,7 @@ class Supervisor:
         poll = select.poll()
         # What to call when a descriptor is ready. Workers whose screen is full have to wait: their
         # output stays in the pipe.
-        callbacks: dict[int, Callable[[], object]] = {wake_fd: partial(_drain_pipe, wake_fd)}
+        callbacks: dict[int, Callable[[], object]] = {wake_fd: partial(drain_pipe, wake_fd)}
         for worker in self._workers:
             if worker.records_fd >= 0:
                 callbacks[worker.records_fd] = worker.read_reports
@@ -431,7 +431,7 @@ class Supervisor:
             self._err_screen.show_line(f"paceline: {self._success_message}")
         if self._job_end.last_line is not None:
             self._err_screen.show_line(self._job_end.last_line)
-        _flush_screens(
+        flush_screens(
             {self._out_screen, self._err_screen},
             wake_fd,
             self._timings,
@@ -525,38 +525,7 @@ def _show_progress(
     bar.show_progress(workers)
 
 
-def _flush_screens(
-    screens: set[Screen], wake_fd: int, timings: SupervisorTimings, hurried: Callable[[], bool]
-) -> None:
-    """Write out what is left on the screens.
-
-    If the end was asked for (`hurried`), give up after a while, as the reader may never read.
-    """
-    deadline = time.monotonic() + timings.flush
-    for screen in screens:
-        while screen.has_pending:
-            poll = select.poll()
-            poll.register(screen.descriptor, select.POLLOUT)
-            poll.register(wake_fd, select.POLLIN)
-            ready_fds = [descriptor for descriptor, _ in poll.poll(1000 * timings.look)]
-            if screen.descriptor in ready_fds:
-                screen.write_pending()
-            elif hurried() and time.monotonic() > deadline:
-                screen.drop_pending()
-            if wake_fd in ready_fds:
-                _drain_pipe(wake_fd)
-
-
 def _show_to_watcher(watcher: RunWatcher | None, *words: str) -> None:
     """Show these words to the people who watch the run, if there is a watcher."""
     if watcher is not None:
         watcher.show_line("; ".join(filter(None, words)))
-
-
-def _drain_pipe(descriptor: int) -> None:
-    """Read a pipe that doesn't block until it is empty."""
-    try:
-        while os.read(descriptor, 4096):
-            continue
-    except BlockingIOError:
-        return

@@ -198,11 +198,10 @@ def start_worker(
         "PACELINE_ORDERS_FD": str(worker_orders_fd),
         "PACELINE_STACK_FD": str(worker_stack_fd),
     }
+    if task.worker_number is not None:
+        own_variables["PACELINE_WORKER"] = str(task.worker_number)
     # A worker that writes its stack must not block if the launcher doesn't read.
     os.set_blocking(worker_stack_fd, False)
-    own_variables |= (
-        {} if task.worker_number is None else {"PACELINE_WORKER": str(task.worker_number)}
-    )
     try:
         process = subprocess.Popen(
             task.command_line,
@@ -230,7 +229,6 @@ def start_worker(
         OutputStream(task.rank, output_fds[0], screens[0]),
         OutputStream(task.rank, output_fds[1], screens[1]),
     )
-    worker_number = -1 if task.worker_number is None else task.worker_number
     return WorkerProcess(
         task.rank,
         process,
@@ -238,7 +236,7 @@ def start_worker(
         records_fd,
         orders_fd,
         stack_fd,
-        worker_number=worker_number,
+        worker_number=-1 if task.worker_number is None else task.worker_number,
         is_joining=task.is_joining,
     )
 

@@ -75,7 +75,8 @@ class RankNotes:
     def told(self, rank: int) -> bytes:
         """Read a note. Empty if its writer has died in the middle of it."""
         text = ctypes.create_string_buffer(TEXT)
-        return text.raw[: self._native.read_note(self._state, rank, address_of(text))]
+        nbytes = self._native.read_note(self._state, rank, address_of(text))
+        return text.raw[:nbytes]  # read only now: `raw` is a copy
 
 
 class ControlSegment:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from socketserver import ThreadingMixIn
 from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -87,7 +88,7 @@ class PrometheusTracker:
         self._counts = dict.fromkeys(("steps", "samples", "events"), 0)
         self._seconds: defaultdict[str, float] = defaultdict(float)  # by part
         # Seconds by worker and cause.
-        self._late_seconds: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self._late_seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._last_values: dict[str, float] = {}
         # Number of the last step.
         self._last_step = 0
@@ -147,7 +148,7 @@ class PrometheusTracker:
                     self._seconds[part] += part_seconds
                 for lateness in step.late:
                     for cause, part_seconds in lateness.by_cause.items():
-                        self._late_seconds[lateness.rank, cause] += part_seconds
+                        self._late_seconds[str(lateness.rank), cause] += part_seconds
             # The rate is that of the delivered steps, about those of the last second.
             if seconds > 0:
                 self._rate = samples / seconds
@@ -181,28 +182,13 @@ class PrometheusTracker:
 
         assert self._run is not None
         run = escape_unprintable(self._run.name)
-
-        def counter(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
-            """Return a counter with its values by labels."""
-            family = CounterMetricFamily(name, text, labels=["run", *labels])
-            for key, value in values.items():
-                family.add_metric([run, *key], value)
-            return family
-
-        def gauge(name: str, text: str, values: Mapping[Any, float], *labels: str) -> Any:
-            """Return a gauge with its values by labels."""
-            family = GaugeMetricFamily(name, text, labels=["run", *labels])
-            for key, value in values.items():
-                family.add_metric([run, *key], value)
-            return family
-
+        counter = partial(_make_family, CounterMetricFamily, run)
+        gauge = partial(_make_family, GaugeMetricFamily, run)
         # Copy under the lock, and build the answer without it.
         with self._lock:
             counts, last, rate = dict(self._counts), self._last_step, self._rate
             seconds = {(part,): value for part, value in self._seconds.items()}
-            late_seconds = {
-                (str(worker), cause): value for (worker, cause), value in self._late_seconds.items()
-            }
+            late_seconds = dict(self._late_seconds)
             logged = {(name,): value for name, value in self._last_values.items()}
         settings = {
             name: escape_unprintable(str(value)) for name, value in self._run.settings.items()
@@ -242,6 +228,21 @@ class PrometheusTracker:
         yield gauge(
             "paceline_logged", "The last value of what the script has logged.", logged, "name"
         )
+
+
+def _make_family(
+    kind: Callable[..., Any],
+    run: str,
+    name: str,
+    text: str,
+    values: Mapping[Any, float],
+    *labels: str,
+) -> Any:
+    """Make a counter or a gauge with its values by labels. The first label is the run."""
+    family = kind(name, text, labels=["run", *labels])
+    for key, value in values.items():
+        family.add_metric([run, *key], value)
+    return family
 
 
 def _parse_address(detail: str) -> tuple[str, int]:

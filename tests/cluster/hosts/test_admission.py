@@ -12,11 +12,11 @@ import pytest
 from paceline.cluster import network
 from paceline.cluster.hosts.admission import MeetingPoint
 from paceline.cluster.hosts.elastic import ElasticPeers, connect_joining_host
+from paceline.cluster.hosts.meeting import Meeting
 from paceline.cluster.hosts.membership import HostSeat, View
 from paceline.cluster.hosts.rendezvous import (
     Admission,
     FixedPeers,
-    Meeting,
     Offer,
     assemble_hosts,
     seek_admission,

@@ -15,7 +15,8 @@ import typer
 
 from paceline import cli
 from paceline.cluster import network
-from paceline.cluster.hosts.rendezvous import Meeting, Offer, assemble_hosts
+from paceline.cluster.hosts.meeting import Meeting
+from paceline.cluster.hosts.rendezvous import Offer, assemble_hosts
 from paceline.cluster.launcher import hints
 from paceline.cluster.launcher.hints import (
     SEVERAL_WORKERS_OPTIONS,

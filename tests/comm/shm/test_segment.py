@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import random
+import time
 
 import pytest
-import torch
 
 from paceline.cluster.store import Store
 from paceline.comm.fingerprint import CallFingerprint
-from paceline.comm.shm.segment import MAIL, META, SLOTS, STAGE, ControlSegment
+from paceline.comm.shm.segment import MAIL, META, ControlSegment
 from paceline.errors import Mismatch, UsageError
 from tests.harness.processes import fork, threads
 
@@ -88,35 +89,37 @@ def test_meetings_give_every_ranks_meta() -> None:
     fork(2, body)
 
 
-def test_every_place_of_the_segment_has_one_writer() -> None:
+def test_notes_are_whole_while_their_writer_goes_on() -> None:
     def body(rank: int, size: int, store: Store) -> None:
-        segment = join(store, rank, size)
-        segment.gather_bytes(b"")
-        for slot in range(SLOTS):
-            segment.view_stage(rank, slot, 0, STAGE, torch.uint8).fill_(10 * rank + slot)
-        for half in range(2):
-            segment.view_small(rank, half, 8192, torch.float32).fill_(rank - half)
-        segment.gather_bytes(b"y" * MAIL)
-        run(segment, CallFingerprint("call"), ["z" * 1000])
-        for r in range(size):
-            assert all(
-                bool((segment.view_stage(r, slot, 0, STAGE, torch.uint8) == 10 * r + slot).all())
-                for slot in range(SLOTS)
-            )
-            assert all(
-                bool((segment.view_small(r, half, 8192, torch.float32) == r - half).all())
-                for half in range(2)
-            )
-            assert (
-                segment.view_stage(r, SLOTS + 1, 64, 1, torch.uint8).data_ptr()
-                == segment.stage_address(r, 1) + 64
-            )
-        segment.gather_bytes(b"")
+        notes, other = join(store, rank, size).watch._notes, 1 - rank
+        lengths: set[int] = set()
+        deadline = time.monotonic() + 60
+        while rank == 0 and notes.told(other) != b"seen":
+            assert time.monotonic() < deadline
+            length = random.randrange(4000)
+            notes.tell(bytes([length & 255]) * length)
+        while rank == 1 and len(lengths) < 100:
+            assert time.monotonic() < deadline
+            note = notes.told(other)
+            assert set(note) <= {len(note) & 255}
+            lengths.add(len(note))
+        notes.tell(b"seen")
 
-    fork(3, body)
+    fork(2, body)
+
+
+def test_a_note_that_is_too_long_is_left_out() -> None:
+    def body(rank: int, size: int, store: Store) -> None:
+        notes = join(store, rank, size).watch._notes
+        notes.tell(b"x" * 4088)
+        assert notes.told(rank) == b"x" * 4088
+        notes.tell(b"x" * 4089)
+        assert notes.told(rank) == b""
+
+    fork(1, body)
 
 
 def test_blocks_are_whole_lines_of_every_part() -> None:
     for size in (1, 2, 3, 5):
         block = threads(size, lambda rank, size, store: join(store, rank, size).block)[0]
-        assert block % (64 * size) == 0 and 64 * size < block <= STAGE
+        assert block % (64 * size) == 0 and 64 * size < block <= 2 << 20

@@ -4,19 +4,16 @@ import os
 import signal
 import threading
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from paceline.cluster.store import Store
-from paceline.comm.shm import waiting
-from paceline.comm.shm.segment import AGREES, OPS, SPAN
 from paceline.comm.shm.shared_group import SharedGroup
-from paceline.comm.shm.waiting import FEW_SPINS, SPINS, RankWaiter, WaitCondition
 from paceline.comm.waitgraph import GRACE
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
+from paceline.native.functions import load_functions
 from tests.harness.jobs import wait_for
 from tests.harness.processes import fork, threads
 
@@ -32,9 +29,14 @@ def join(store: Store, rank: int, size: int) -> SharedGroup:
     return SharedGroup.from_store(store, rank, size, deadline=60.0)
 
 
+def segment_bytes() -> int:
+    return int(load_functions().segment_bytes(1))
+
+
 def posts(group: SharedGroup, rank: int) -> int:
     """How often a rank has posted that it has come to something."""
-    return sum(group.segment._cells[rank * SPAN // 8 + cell] for cell in (OPS, AGREES))
+    start, load = group.segment.state.base + rank * segment_bytes(), load_functions().load
+    return int(load(start) + load(start + 64))
 
 
 @pytest.mark.parametrize("call", WAITS)
@@ -59,11 +61,13 @@ def test_a_killed_rank_is_named_before_the_deadline(call: str) -> None:
     fork(3, body, mortal=[1])
 
 
-def test_a_rank_killed_in_the_middle_of_a_sum_is_named() -> None:
+def test_a_rank_killed_in_the_middle_of_a_sum_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         if rank == 1:
-            group.segment.stage_address = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]
+            monkeypatch.setattr(
+                load_functions(), "advance", lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            )
         works = [group.all_reduce(torch.ones(3_000_000)) for _ in range(3)]
         for work in works:
             with pytest.raises(WorkerLost, match="rank 1 has died"):
@@ -346,30 +350,3 @@ def test_deaths_at_any_moment(seed: int) -> None:
                     work.wait()
 
     fork(2 + seed % 3, body, mortal=[0])
-
-
-def test_a_wait_yields_less_often_after_waits_that_yields_did_not_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    yields: list[None] = []
-    monkeypatch.setattr(waiting, "CROWDED", 60.0)
-    monkeypatch.setattr(waiting.os, "sched_yield", lambda: yields.append(None))
-    notes = SimpleNamespace(
-        tell=lambda text: None, told=lambda rank: b"", left=lambda rank: False, leave=lambda: None
-    )
-    waiter, many = RankWaiter(0, [0], notes, deadline=60.0), SPINS + 10
-
-    def yielded(looks: int) -> int:
-        """How often a wait yields that ends at the look after so many."""
-        left = [None] * looks
-        yields.clear()
-        waiter.wait_until_ready(
-            WaitCondition(
-                lambda: not left or bool(left.pop()), lambda: [], "operations", 0, "a test"
-            )
-        )
-        return len(yields)
-
-    assert [yielded(many) for _ in range(7)] == [SPINS, 100, 50, 25, 12, FEW_SPINS, FEW_SPINS]
-    assert yielded(0) == 0 and yielded(many) == FEW_SPINS  # what is there at once tells nothing
-    assert [yielded(5) for _ in range(6)] == [5] * 6 and yielded(many) == SPINS

@@ -4,26 +4,23 @@ import random
 
 import torch
 
-from paceline.comm.shm.window_messages import MessageStretch, _cut_stretch, flatten_values, is_plain
+from paceline.comm.shm.window_messages import _cut_stretch, flatten_values, is_plain
 
 
 def test_stretches_are_cut_at_windows() -> None:
     dice = random.Random(3)
     for _ in range(50):
         width, at, nbytes = dice.randrange(1, 40), dice.randrange(100), dice.randrange(200)
-        cuts: dict[int, list[MessageStretch]] = {}
-        _cut_stretch(cuts, width, MessageStretch(7, at, 1000, nbytes))
-        found = [
-            (window * width + s.offset + i, s.address + i)
-            for window, group in cuts.items()
-            for s in group
+        stretches = list(_cut_stretch(width, 7, at, 1000, nbytes))
+        covered = [
+            (s.window * width + s.offset + i, s.address + i)
+            for s in stretches
             for i in range(s.nbytes)
         ]
-        assert found == [(at + i, 1000 + i) for i in range(nbytes)]
+        assert covered == [(at + i, 1000 + i) for i in range(nbytes)]
         assert all(
             s.rank == 7 and s.offset >= 0 and s.offset + s.nbytes <= width and s.nbytes
-            for group in cuts.values()
-            for s in group
+            for s in stretches
         )
 
 
