@@ -14,13 +14,14 @@
 enum pl_dtype {
     PL_F32 = 0, PL_F64, PL_F16, PL_BF16, PL_I8, PL_I16, PL_I32, PL_I64, PL_U8, PL_BOOL, PL_C64, PL_C128
 };
-enum pl_op { PL_SUM = 0, PL_MEAN, PL_PRODUCT, PL_MIN, PL_MAX };
+enum pl_op { PL_SUM = 0, PL_MEAN, PL_PRODUCT, PL_MIN, PL_MAX, PL_AND, PL_OR, PL_XOR };
 
 /* Reduce `parts` element by element, in their order, and store the result to every one of `outs`.
 
    The rules and the bits are those of `reduce_parts` in paceline/comm/reduction_rules.py: halves
    are added and multiplied in float32 and rounded once; a mean is the sum times 1/n if n is a power
-   of two, else divided by n; integers wrap; min and max give nan if one part is nan.
+   of two, else divided by n; integers wrap; min and max give nan if one part is nan. PL_AND, PL_OR
+   and PL_XOR are torch.bitwise_and and so on, for integers and bool; paceline has no such `op`.
 
    Where torch has no one answer (its vector loop and the tail of that loop differ), the bits are
    those of its vector loop: the sign of a min or max of +0 and -0 (the later part wins), and
@@ -54,5 +55,10 @@ PL_EXPORT int pl_scale_add(void *out, const void *x, int64_t count, int dtype, d
 
 /* Copy `nbytes` bytes. The ranges don't overlap, or are the same. */
 PL_EXPORT void pl_copy(void *to, const void *from, int64_t nbytes);
+
+#if defined(__x86_64__)
+/* Whether this processor has AVX2, FMA and F16C. For the files of this library alone. */
+extern int pl_has_avx2;
+#endif
 
 #endif

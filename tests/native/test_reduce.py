@@ -26,7 +26,7 @@ SPECIAL = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, -3e-39, 
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """Build the shared library."""
     path = tmp_path_factory.mktemp("native") / "reduce.so"
-    flags = "-std=c11 -O3 -fPIC -shared -fvisibility=hidden -ffp-contract=off -pthread".split()
+    flags = ["-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"]
     subprocess.run(["cc", *flags, "-o", path, SOURCES / "reduce.c"], check=True)
     return ctypes.CDLL(str(path))
 
