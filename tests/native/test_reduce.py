@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,21 +12,20 @@ from torch import Tensor
 
 from paceline.comm.reduction_rules import DTYPES, check_operation, reduce_parts
 from paceline.errors import UsageError
+from paceline.native.build import LIBRARY
+from paceline.native.library import load_library
 
 OPS = ("sum", "mean", "product", "min", "max")  # in the order of enum pl_op
-SOURCES = Path(__file__).parents[2] / "paceline" / "native"
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 CANARY = 0x5A
 SPECIAL = (0.0, -0.0, float("nan"), float("inf"), float("-inf"), 1e-45, -3e-39, 6e-8, 65504.0, 1.5)
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Build the shared library."""
-    path = tmp_path_factory.mktemp("native") / "reduce.so"
-    flags = ["-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"]
-    subprocess.run(["cc", *flags, "-o", path, SOURCES / "reduce.c"], check=True)
-    return ctypes.CDLL(str(path))
+def library() -> ctypes.CDLL:
+    """Load the library once more, without the types of arguments that functions.py adds."""
+    load_library()  # checks it
+    return ctypes.CDLL(str(LIBRARY))
 
 
 def list_addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
