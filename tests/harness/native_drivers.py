@@ -18,7 +18,6 @@ from paceline.native import build
 DRIVERS = Path(__file__).parent.parent / "native"
 SANITIZERS = ("address,undefined", "thread")
 AARCH64 = "aarch64-linux-musl"  # linked statically, so that no C library for it has to be here
-EMULATOR = "qemu-aarch64-static"
 
 
 def compile_driver(
@@ -62,26 +61,28 @@ def can_sanitize(compiler: tuple[str, ...], sanitizer: str) -> bool:
     ).returncode
 
 
-def run_driver(
-    program: Path, *arguments: str, emulator: str | None = None, timeout_seconds: float = 60
-) -> str:
-    """Run a driver, and return its output. A driver that fails fails the test.
+def find_emulator() -> str:
+    """Find the program that runs those of aarch64. Skips the test if it isn't installed."""
+    emulator = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
+    if emulator is None:
+        pytest.skip("no qemu-aarch64; apt-get install qemu-user-static")
+    return emulator
+
+
+def run_driver(program: Path, *, emulator: str | None = None, timeout_seconds: float = 60) -> None:
+    """Run a driver. A driver that fails fails the test.
 
     Args:
         program: What `compile_driver` returned.
-        arguments: Arguments of the program.
-        emulator: Program that runs those of other processors, such as `EMULATOR`.
+        emulator: Program that runs those of other processors. Default: none.
         timeout_seconds: How long the driver may take.
     """
-    if emulator is not None and shutil.which(emulator) is None:
-        pytest.skip(f"{emulator} isn't installed; apt-get install qemu-user-static")
-    command = [*([emulator] if emulator else []), str(program), *arguments]
+    command = [*([emulator] if emulator else []), str(program)]
     done = _run(command, timeout_seconds)
-    # The thread sanitizer of some compilers can't start where the kernel spreads addresses widely.
+    # The thread sanitizer of some compilers can't start if the kernel spreads addresses widely.
     if "unexpected memory mapping" in done.stderr:
         done = _run(["setarch", "-R", *command], timeout_seconds)
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
-    return done.stdout
 
 
 def _run(command: list[str], timeout_seconds: float) -> subprocess.CompletedProcess[str]:
