@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -20,40 +20,57 @@ SANITIZERS = ("address,undefined", "thread")
 AARCH64 = "aarch64-linux-musl"  # linked statically, so that no C library for it has to be here
 
 
-def compile_driver(
-    name: str, folder: Path, sanitizer: str | None = None, *, target_triple: str | None = None
-) -> Path:
-    """Compile tests/native/<name>.c with all sources of the library, and return the program.
+class CompiledLibrary(NamedTuple):
+    """The objects of all sources of the library, and the command that made them."""
 
-    Skips the test if this machine has no compiler for it.
+    compiler: list[str]
+    options: list[str]
+    objects: list[str]
+
+    def compile_driver(self, source: Path, folder: Path) -> Path:
+        """Compile a driver into a folder, link it with the library, and return the program."""
+        program = folder / source.stem
+        _run_compiler([*self.compiler, *self.options, "-o", program, source, *self.objects])
+        return program
+
+
+def compile_library(
+    folder: Path, sanitizer: str | None = None, *, target_triple: str | None = None
+) -> CompiledLibrary:
+    """Compile the library's sources. Skips the test if this machine has no compiler for it.
 
     Args:
-        name: Name of the driver, such as "driver_version".
-        folder: Folder for the program.
+        folder: Empty folder for the objects.
         sanitizer: One of `SANITIZERS`. Default: none.
         target_triple: See `find_zig` in paceline/native/build.py. Default: this machine.
     """
     compiler = build.find_compiler(target_triple)
     if compiler is None:
         pytest.skip(f"no C compiler for {target_triple or 'this machine'}; pip install ziglang")
-    if sanitizer is not None and not can_sanitize(tuple(compiler), sanitizer):
-        pytest.skip(f"{compiler} can't link with -fsanitize={sanitizer}")
-    program = folder / name
     options = [*build.DIALECT, *build.WARNINGS, "-Werror", "-I", str(build.FOLDER)]
-    options += build.sanitizer_flags(sanitizer) if sanitizer else []
-    # gcc warns that its thread sanitizer knows nothing of fences. It needs not: the words that
-    # our fences order are all atomic, and plain memory is ordered by release and acquire.
+    if sanitizer is None:
+        options += ["-O2"]
+    else:
+        options += ["-O1", *build.sanitizer_flags(sanitizer)]
+        if not _can_sanitize(compiler, sanitizer):
+            pytest.skip(f"{compiler} can't link with -fsanitize={sanitizer}")
+    # gcc warns that its thread sanitizer does not know fences. It needs not: the words that our
+    # fences order are all atomic, and plain memory is ordered by release and acquire.
     options += ["-Wno-unknown-warning-option", "-Wno-tsan"] if sanitizer == "thread" else []
-    options += ["-O1" if sanitizer else "-O2", *(["-static"] if target_triple else [])]
-    sources = [str(DRIVERS / f"{name}.c"), *map(str, build.list_sources())]
-    command = [*compiler, *options, "-o", str(program), *sources]
+    options += ["-static"] if target_triple else []
+    objects = []
+    for source in build.list_sources():
+        objects.append(str(folder / f"{source.stem}.o"))
+        _run_compiler([*compiler, *options, "-c", "-o", objects[-1], source])
+    return CompiledLibrary(compiler, options, objects)
+
+
+def _run_compiler(command: list[str | Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return program
 
 
-@cache
-def can_sanitize(compiler: tuple[str, ...], sanitizer: str) -> bool:
+def _can_sanitize(compiler: list[str], sanitizer: str) -> bool:
     """Whether a compiler has the libraries of a sanitizer."""
     command = [*compiler, f"-fsanitize={sanitizer}", "-x", "c", "-", "-o", "/dev/null"]
     return not subprocess.run(
@@ -78,14 +95,14 @@ def run_driver(program: Path, *, emulator: str | None = None, timeout_seconds: f
         timeout_seconds: How long the driver may take.
     """
     command = [*([emulator] if emulator else []), str(program)]
-    done = _run(command, timeout_seconds)
+    done = _run_program(command, timeout_seconds)
     # The thread sanitizer of some compilers can't start if the kernel spreads addresses widely.
     if "unexpected memory mapping" in done.stderr:
-        done = _run(["setarch", "-R", *command], timeout_seconds)
+        done = _run_program(["setarch", "-R", *command], timeout_seconds)
     assert done.returncode == 0, f"{command}: {done.returncode}\n{done.stdout}{done.stderr}"
 
 
-def _run(command: list[str], timeout_seconds: float) -> subprocess.CompletedProcess[str]:
+def _run_program(command: list[str], timeout_seconds: float) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=timeout_seconds
     )
