@@ -48,7 +48,8 @@ pins: .venv/.made
 COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command 'make pins'
 
-# When only the C library's sources have changed, only the library is built. If there is no compiler (exit code 3), pip brings one.
+# When only the C library's sources have changed, only the library is built. If there is no compiler (exit code 3),
+# pip brings one.
 NATIVE := setup.py paceline/native/build.py $(wildcard paceline/native/*.[ch])
 .venv/.made .venv/.docs: .venv/.%: .venv/.%-installed $(NATIVE)
 	$(BIN)/python paceline/native/build.py || { test $$? = 3 && $(BIN)/python -m pip install --quiet --no-deps -e .; }
@@ -64,4 +65,4 @@ NATIVE := setup.py paceline/native/build.py $(wildcard paceline/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis paceline/native/_core.so
