@@ -11,6 +11,7 @@ import ctypes
 import os
 import struct
 import sys
+import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ TEXTS = 512
 METAS = TEXTS + 2 * TEXT
 MAILS = METAS + 2 * META
 OPERATIONS, AGREEMENTS = 0, 1  # the channels
+BRIEF = 50_000  # nanoseconds of the first part of a wait
 REACHED = 0  # result of a wait whose target was reached
 Steps = Generator[int, None, Any]  # an operation: yields the post that others must have reached
 
@@ -83,7 +85,7 @@ class ControlSegment:
     """One rank's view of the control segment.
 
     `state` holds this rank's counts of posts, meetings, turns of agreements and stages. C changes
-    them. `pointer` is its address.
+    them. `pointer` is its address, and `operation` that of the state of the operation under way.
 
     Args:
         segment: The memory, mapped by all ranks.
@@ -109,6 +111,9 @@ class ControlSegment:
         self.state = SegmentState()
         self.pointer = address_of(self.state)
         self._native.open_segment(self.pointer, segment.start, rank, self.size)
+        # State of the operation under way: only the oldest one of the queue has begun.
+        self._operation = ctypes.create_string_buffer(self._native.operation_bytes())
+        self.operation = address_of(self._operation)
         self._span = self._native.segment_bytes(1)  # bytes of a rank
         self.block = self.state.block  # bytes of a block
         self._segment = segment
@@ -312,7 +317,12 @@ class ControlSegment:
         while True:
             piece = payload[at : at + room]
             turn = self._native.post_mail(self.pointer, mark, piece, len(piece), len(payload))
-            self.watch.wait_until_ready(self._make_condition(turn, call, call_number))
+            started = time.perf_counter()
+            # Most waits end here, before the first look at deadlines and at the other ranks.
+            came = self.watch.broken is None and self.wait(AGREEMENTS, turn, BRIEF)
+            self.watch.waited += time.perf_counter() - started
+            if not came:
+                self.watch.wait_until_ready(self._make_condition(turn, call, call_number))
             self._native.read_mail_heads(self.pointer, turn, heads, heads + 8 * self.size)
             marks, totals = self._heads[: self.size], self._heads[self.size :]
             for r, total in enumerate(totals):

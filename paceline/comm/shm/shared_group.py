@@ -37,6 +37,7 @@ from paceline.comm.shm.all_reduce_paths import AllReducePaths
 from paceline.comm.shm.registered import MemoryRegistry
 from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
 from paceline.comm.shm.shared_segment import PAGE, empty_on_cpu
+from paceline.comm.shm.small_all_reduce import SmallCalls
 from paceline.comm.shm.window_messages import (
     ALL,
     Landing,
@@ -77,6 +78,7 @@ class SharedGroup:
         self.rank, self.size, self.view = segment.rank, segment.size, view
         self.traffic = Traffic()
         self._queue = WorkQueue(segment, relatives if relatives is not None else [])
+        self._small_calls = SmallCalls(self._queue)
         self._shares_registered = registered is not None  # another group of the same ranks owns it
         self._paths = AllReducePaths(segment, registered)
         self._registered = self._paths.registered
@@ -124,6 +126,10 @@ class SharedGroup:
     def all_reduce(
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
+        small = self._small_calls.start(x, op, name, out)
+        if small is not None:
+            _count_all_reduce(self.traffic, x.nbytes, self.size)
+            return small
         call = _check_device(reduction_call("all_reduce", x, op, name, out), x)
         nbytes = x.numel() * x.element_size()
         _count_all_reduce(self.traffic, nbytes, self.size)

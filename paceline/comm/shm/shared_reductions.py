@@ -49,15 +49,10 @@ DTYPES: dict[torch.dtype, int] = {
 OPERATIONS: dict[str, int] = {"sum": 0, "mean": 1, "product": 2, "min": 3, "max": 4}
 
 
-def make_operation() -> Any:
-    """Make the memory of an operation's state, which must stay alive until it has ended."""
-    return ctypes.create_string_buffer(load_functions().operation_bytes())
-
-
-def advance_to_end(operation: Any) -> Steps:
-    """Advance an operation of C until it has ended. Returns 0, or MISMATCH."""
-    advance, address = load_functions().advance, address_of(operation)
-    while (target := advance(address)) > 0:
+def advance_to_end(segment: ControlSegment) -> Steps:
+    """Advance the operation of C until it has ended. Returns 0, or MISMATCH."""
+    advance, operation = load_functions().advance, segment.operation
+    while (target := advance(operation)) > 0:
         yield target
     return target
 
@@ -74,9 +69,8 @@ def all_reduce_staged(
         op: The operation.
         meeting: Steps in which all ranks meet for it.
     """
-    operation = make_operation()
     load_functions().begin_all_reduce(
-        address_of(operation),
+        segment.operation,
         segment.pointer,
         x.data_ptr(),
         out.data_ptr(),
@@ -87,16 +81,15 @@ def all_reduce_staged(
     )
     yield from meeting
     check_operation(op, x.dtype)
-    yield from advance_to_end(operation)
+    yield from advance_to_end(segment)
 
 
 def all_reduce_small(
     segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint
 ) -> Steps:
     """Reduce at most SMALL bytes: every rank adds all of it, so ranks meet only once."""
-    operation = make_operation()
     load_functions().begin_small(
-        address_of(operation),
+        segment.operation,
         segment.pointer,
         x.data_ptr(),
         out.data_ptr(),
@@ -106,7 +99,7 @@ def all_reduce_small(
         OPERATIONS[op],
         segment.hash_call(call),
     )
-    if (yield from advance_to_end(operation)) == MISMATCH:
+    if (yield from advance_to_end(segment)) == MISMATCH:
         yield from segment.compare_calls(call)
 
 
@@ -118,9 +111,8 @@ def reduce_scatter_staged(
     start, stop = pieces[segment.rank]
     out = empty_on_cpu((stop - start,), x.dtype) if out is None else out
     bounds = (ctypes.c_int64 * (segment.size + 1))(0, *(stop for _, stop in pieces))
-    operation = make_operation()
     load_functions().begin_reduce_scatter(
-        address_of(operation),
+        segment.operation,
         segment.pointer,
         x.data_ptr(),
         out.data_ptr(),
@@ -131,7 +123,7 @@ def reduce_scatter_staged(
     )
     yield from segment.meet(call)
     check_operation(op, x.dtype)
-    yield from advance_to_end(operation)
+    yield from advance_to_end(segment)
     return out
 
 

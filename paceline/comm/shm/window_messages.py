@@ -19,7 +19,7 @@ from torch import Tensor
 
 from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.shm.segment import ControlSegment, Steps
-from paceline.comm.shm.shared_reductions import advance_to_end, make_operation
+from paceline.comm.shm.shared_reductions import advance_to_end
 from paceline.native.functions import address_of, load_functions
 
 ALL = -1  # receiver of a message to all ranks
@@ -70,7 +70,7 @@ def deliver_messages(
         land: Gets every rank's `meta`. It returns the sender and the contiguous tensor to fill of
             each message to this rank, in the order in which each sender sends.
     """
-    native, operation = load_functions(), make_operation()
+    native = load_functions()
     # Cut this rank's stream into windows: it is all messages, one after another.
     stretches: list[MessageStretch] = []
     at = 0
@@ -81,7 +81,7 @@ def deliver_messages(
     departures = (MessageStretch * len(stretches))(*stretches)
     # The first windows are written before ranks meet, so that the meeting makes them visible.
     native.begin_messages(
-        address_of(operation), segment.pointer, address_of(departures), len(departures)
+        segment.operation, segment.pointer, address_of(departures), len(departures)
     )
     metas = yield from segment.meet(
         call, [[[message.to, message.nbytes] for message in outgoing], meta]
@@ -92,9 +92,9 @@ def deliver_messages(
     arrivals = (MessageStretch * len(stretches))(*stretches)
     longest = max(sum(nbytes for _, nbytes in messages) for messages in lists)
     native.set_arrivals(
-        address_of(operation), address_of(arrivals), len(arrivals), -(-longest // segment.block)
+        segment.operation, address_of(arrivals), len(arrivals), -(-longest // segment.block)
     )
-    yield from advance_to_end(operation)
+    yield from advance_to_end(segment)
     return incoming
 
 

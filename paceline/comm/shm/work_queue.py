@@ -9,17 +9,18 @@ them before they come.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from paceline.comm.fingerprint import CallFingerprint
 from paceline.comm.group_protocol import needs_inference_mode, resume_mode
-from paceline.comm.shm.segment import OPERATIONS, ControlSegment, Steps
+from paceline.comm.shm.segment import BRIEF, OPERATIONS, ControlSegment, Steps
 from paceline.comm.shm.waiting import WaitCondition
 from paceline.errors import Mismatch, UsageError
 
@@ -30,19 +31,28 @@ class QueuedWork:
     """An operation under way (a `Work`)."""
 
     def __init__(
-        self, queue: WorkQueue, steps: Steps, call: CallFingerprint, number: int, *, inference: bool
+        self, queue: WorkQueue, steps: Steps, call: CallFingerprint, *, inference: bool
     ) -> None:
-        self.queue, self.steps, self.call, self.number, self.inference = (
-            queue,
-            steps,
-            call,
-            number,
-            inference,
-        )
+        self.queue, self.steps, self.call, self.inference = queue, steps, call, inference
+        self.number = 0  # of the call on its channel
         self.target = 0  # the post that all ranks must have reached before its next step
         self.ended = False
         self.result: Any = None
         self.error: BaseException | None = None
+
+    def advance(self) -> bool:
+        """Go on until other ranks have to come (False), or to the end (True)."""
+        has_reached = self.queue.segment.has_reached
+        if not has_reached(self.target):
+            return False
+        with resume_mode(self.inference):  # the mode of the thread that began it
+            try:
+                while has_reached(self.target):
+                    self.target = next(self.steps)
+            except StopIteration as stop:
+                self.result = stop.value
+                return True
+        return False
 
     def wait(self, timeout: float | None = None) -> Any:
         if not self.ended:
@@ -58,6 +68,9 @@ class QueuedWork:
 
     def exception(self) -> BaseException | None:
         return self.error if self.done() else None
+
+
+_AnyWork = TypeVar("_AnyWork", bound=QueuedWork)
 
 
 class WorkQueue:
@@ -81,19 +94,20 @@ class WorkQueue:
         self, call: CallFingerprint, steps: Steps, written: Sequence[Tensor] = ()
     ) -> QueuedWork:
         """Append an operation that writes to `written`, and advance it as far as it goes."""
+        return self.start(QueuedWork(self, steps, call, inference=needs_inference_mode(*written)))
+
+    def start(self, work: _AnyWork) -> _AnyWork:
+        """Append an operation, and advance it as far as it goes."""
         watch = self.segment.watch
         if watch.broken is not None:
-            steps.close()
+            work.steps.close()
             raise watch.broken
         with self._lock:
-            call_number = watch.made.get(CHANNEL, 0)
-            watch.made[CHANNEL] = call_number + 1
-            pending = QueuedWork(
-                self, steps, call, call_number, inference=needs_inference_mode(*written)
-            )
-            self._pending.append(pending)
+            work.number = watch.made.get(CHANNEL, 0)
+            watch.made[CHANNEL] = work.number + 1
+            self._pending.append(work)
         self.advance_all()
-        return pending
+        return work
 
     @property
     def has_pending(self) -> bool:
@@ -126,14 +140,8 @@ class WorkQueue:
         """Advance an operation until it has to wait (False) or has ended (True)."""
         segment = self.segment
         try:
-            if not segment.has_reached(pending.target):
+            if not pending.advance():
                 return False
-            with resume_mode(pending.inference):  # the mode of the thread that began it
-                while segment.has_reached(pending.target):
-                    pending.target = next(pending.steps)
-            return False
-        except StopIteration as stop:
-            pending.result = stop.value
         # Found by all ranks at the same place: the operation has failed, and the group goes on.
         except (Mismatch, UsageError) as error:
             pending.error = error
@@ -157,9 +165,13 @@ class WorkQueue:
                 self.advance_all()
             return pending.ended
 
+        # Most waits end here, before the first look at deadlines and at the other ranks.
+        watch = self.segment.watch
+        started = time.perf_counter()
+        self._wait_for_head(BRIEF)
+        watch.waited += time.perf_counter() - started
         if ended():
             return
-        watch = self.segment.watch
         try:
             watch.wait_until_ready(
                 WaitCondition(
@@ -192,13 +204,19 @@ class WorkQueue:
 
     def _wait_for_head(self, nanoseconds: int) -> None:
         """Wait until the oldest operation may go on. Another thread may advance it meanwhile."""
-        head = next(iter(self._pending), None)
+        head = self._find_head()
         if head is not None:
             self.segment.wait(OPERATIONS, head.target, nanoseconds)
 
     def _missing_ranks(self) -> list[int]:
-        head = next(iter(self._pending), None)
+        head = self._find_head()
         return [] if head is None else self.segment.find_behind(head.target)
+
+    def _find_head(self) -> QueuedWork | None:
+        try:
+            return self._pending[0]
+        except IndexError:  # another thread has ended it
+            return None
 
 
 def _advance_relatives(

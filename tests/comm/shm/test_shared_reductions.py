@@ -16,13 +16,16 @@ from paceline.comm.shm.shared_reductions import (
     DTYPES,
     MISMATCH,
     OPERATIONS,
-    make_operation,
     plan_registered,
 )
 from paceline.comm.shm.window_messages import MessageStretch
 from paceline.native.functions import address_of, load_functions
 
 native = load_functions()
+
+
+def make_operation() -> ctypes.Array[ctypes.c_char]:
+    return ctypes.create_string_buffer(native.operation_bytes())
 
 
 class Ranks:
