@@ -52,7 +52,8 @@ COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3
 # pip brings one.
 NATIVE := setup.py paceline/native/build.py $(wildcard paceline/native/*.[ch])
 .venv/.made .venv/.docs: .venv/.%: .venv/.%-installed $(NATIVE)
-	$(BIN)/python paceline/native/build.py || { test $$? = 3 && $(BIN)/python -m pip install --quiet --no-deps -e .; }
+	$(BIN)/python paceline/native/build.py || { test $$? = 3 && echo 'pip fetches a compiler for this build' \
+		&& $(BIN)/python -m pip install --quiet --no-deps -e .; }
 	@touch $@
 
 .venv/.made-installed: EXTRA = test
