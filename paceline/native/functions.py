@@ -53,7 +53,7 @@ _SHORT: _Signatures = {
     "operation_bytes": (c_int64, []),
     "begin_small": (
         c_int64,
-        [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int, c_int64],
+        [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p],
     ),
     "advance_short": (c_int64, [c_void_p]),  # pl_advance of an operation that takes no time
     "set_arrivals": (None, [c_void_p, c_void_p, c_int64, c_int64]),

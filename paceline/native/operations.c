@@ -233,19 +233,19 @@ void pl_set_arrivals(pl_operation *operation, const pl_stretch *arrivals, int64_
 /* Begin to reduce at most PL_SMALL bytes: every rank adds all of it, so ranks meet only once. The
    next meeting has the other half, so nothing is overwritten before it is read. Returns the post
    that all ranks must have reached. */
-int64_t pl_begin_small(pl_operation *operation, pl_segment *segment, const void *x, void *out,
-                       int64_t count, int64_t item, int dtype, int op, int64_t mark) {
+int64_t pl_begin_small(pl_operation *operation, pl_segment *segment, const pl_small *small,
+                       const void *x, void *out) {
   reset(operation, segment, SMALL);
   operation->out = out;
-  operation->count = count;
-  operation->dtype = dtype;
-  operation->op = op;
-  operation->mark = mark;
+  operation->count = small->count;
+  operation->dtype = (int)small->dtype;
+  operation->op = (int)small->op;
+  operation->mark = small->mark;
   operation->parity = segment->meetings & 1;
-  if (count)
+  if (small->nbytes)
     memcpy(pl_part(segment, segment->rank, PL_SMALLS + operation->parity * PL_SMALL), x,
-           (size_t)(count * item));
-  operation->target = pl_begin_meeting(segment, mark, NULL, 0);
+           (size_t)small->nbytes);
+  operation->target = pl_begin_meeting(segment, small->mark, NULL, 0);
   return operation->target;
 }
 

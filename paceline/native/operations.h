@@ -14,12 +14,18 @@ typedef struct pl_stretch {
   int64_t nbytes;
 } pl_stretch;
 
+/* A small all-reduce. */
+typedef struct pl_small {
+  int64_t count, nbytes;  /* of the tensor */
+  int64_t mark;           /* what ranks compare */
+  int64_t dtype, op;      /* numbers of reduce.h */
+} pl_small;
+
 typedef struct pl_operation pl_operation;
 
 PL_EXPORT int64_t pl_operation_bytes(void);
-PL_EXPORT int64_t pl_begin_small(pl_operation *operation, pl_segment *segment, const void *x,
-                                 void *out, int64_t count, int64_t item, int dtype, int op,
-                                 int64_t mark);
+PL_EXPORT int64_t pl_begin_small(pl_operation *operation, pl_segment *segment,
+                                 const pl_small *small, const void *x, void *out);
 PL_EXPORT void pl_begin_all_reduce(pl_operation *operation, pl_segment *segment, const void *x,
                                    void *out, int64_t count, int64_t item, int dtype, int op);
 PL_EXPORT void pl_begin_reduce_scatter(pl_operation *operation, pl_segment *segment, const void *x,

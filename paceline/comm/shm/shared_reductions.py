@@ -84,21 +84,32 @@ def all_reduce_staged(
     yield from advance_to_end(segment)
 
 
+class SmallReduction(ctypes.Structure):
+    """A small all-reduce: `pl_small` of native/operations.h."""
+
+    _fields_ = [
+        ("count", ctypes.c_int64),
+        ("nbytes", ctypes.c_int64),
+        ("mark", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("op", ctypes.c_int64),
+    ]
+
+
+def describe_small(
+    segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint
+) -> SmallReduction:
+    """Describe the all-reduce of a tensor of at most SMALL bytes."""
+    mark = segment.hash_call(call)
+    return SmallReduction(x.numel(), x.nbytes, mark, DTYPES[x.dtype], OPERATIONS[op])
+
+
 def all_reduce_small(
     segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint
 ) -> Steps:
     """Reduce at most SMALL bytes: every rank adds all of it, so ranks meet only once."""
-    load_functions().begin_small(
-        segment.operation,
-        segment.pointer,
-        x.data_ptr(),
-        out.data_ptr(),
-        x.numel(),
-        x.element_size(),
-        DTYPES[x.dtype],
-        OPERATIONS[op],
-        segment.hash_call(call),
-    )
+    values, addresses = describe_small(segment, x, op, call), (x.data_ptr(), out.data_ptr())
+    load_functions().begin_small(segment.operation, segment.pointer, address_of(values), *addresses)
     if (yield from advance_to_end(segment)) == MISMATCH:
         yield from segment.compare_calls(call)
 

@@ -14,10 +14,10 @@ from paceline.comm.fingerprint import CallFingerprint, reduction_call
 from paceline.comm.group_protocol import Op
 from paceline.comm.reduction_rules import is_allowed
 from paceline.comm.shm.segment import SMALL, Steps
-from paceline.comm.shm.shared_reductions import DTYPES, MISMATCH, OPERATIONS
+from paceline.comm.shm.shared_reductions import MISMATCH, SmallReduction, describe_small
 from paceline.comm.shm.shared_segment import empty_on_cpu
 from paceline.comm.shm.work_queue import QueuedWork, WorkQueue
-from paceline.native.functions import load_functions
+from paceline.native.functions import address_of, load_functions
 
 ENTRIES = 4096  # calls that are remembered
 _NO_STEPS: Steps = (target for target in range(0))  # of an operation that C does
@@ -27,10 +27,8 @@ class SmallCall(NamedTuple):
     """Facts about all calls with one shape, dtype, operation and name."""
 
     call: CallFingerprint
-    mark: int
-    dtype: int  # numbers of native/reduce.h
-    op: int
-    item: int  # bytes of an element
+    values: SmallReduction
+    address: int  # of `values`
 
 
 class SmallCalls:
@@ -70,8 +68,8 @@ class SmallCalls:
         call = reduction_call("all_reduce", x, op, name, x)
         if call.flaw or x.is_complex() or not is_allowed(op, x.dtype):
             return None
-        mark = self._queue.segment.hash_call(call)
-        return SmallCall(call, mark, DTYPES[x.dtype], OPERATIONS[op], x.element_size())
+        values = describe_small(self._queue.segment, x, op, call)
+        return SmallCall(call, values, address_of(values))
 
 
 class SmallAllReduce(QueuedWork):
@@ -79,6 +77,7 @@ class SmallAllReduce(QueuedWork):
 
     def __init__(self, queue: WorkQueue, small: SmallCall, x: Tensor, out: Tensor) -> None:
         super().__init__(queue, _NO_STEPS, small.call, inference=False)
+        self._native = load_functions()
         self._small, self._x, self._out = small, x, out
         self._has_begun = False
         self._compares = False  # whether ranks compare their calls, which are different
@@ -86,19 +85,12 @@ class SmallAllReduce(QueuedWork):
     def advance(self) -> bool:
         if self._compares:
             return super().advance()
-        segment, small, native = self.queue.segment, self._small, load_functions()
+        native, segment = self._native, self.queue.segment
         if not self._has_begun:
             self._has_begun = True
+            x, out = self._x.data_ptr(), self._out.data_ptr()
             self.target = native.begin_small(
-                segment.operation,
-                segment.pointer,
-                self._x.data_ptr(),
-                self._out.data_ptr(),
-                self._x.numel(),
-                small.item,
-                small.dtype,
-                small.op,
-                small.mark,
+                segment.operation, segment.pointer, self._small.address, x, out
             )
             return False
         status = native.advance_short(segment.operation)

@@ -23,6 +23,7 @@ from paceline.comm.group_protocol import needs_inference_mode, resume_mode
 from paceline.comm.shm.segment import BRIEF, OPERATIONS, ControlSegment, Steps
 from paceline.comm.shm.waiting import WaitCondition
 from paceline.errors import Mismatch, UsageError
+from paceline.native.functions import load_functions
 
 CHANNEL = "operations"
 
@@ -83,6 +84,7 @@ class WorkQueue:
 
     def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
         self.segment, self.relatives = segment, relatives
+        self._native, self._pointer = load_functions(), segment.pointer
         self._pending: deque[QueuedWork] = deque()
         self._lock = threading.RLock()
         self._is_advancing = False
@@ -106,7 +108,8 @@ class WorkQueue:
             work.number = watch.made.get(CHANNEL, 0)
             watch.made[CHANNEL] = work.number + 1
             self._pending.append(work)
-        self.advance_all()
+            if not self._is_advancing:
+                self._advance_oldest()
         return work
 
     @property
@@ -160,18 +163,20 @@ class WorkQueue:
     def wait_until_ended(self, pending: QueuedWork, timeout: float | None = None) -> None:
         """Wait for the end of an operation. Raises errors of the wait, not of the operation."""
 
-        def ended() -> bool:
-            if not pending.ended:
-                self.advance_all()
-            return pending.ended
-
         # Most waits end here, before the first look at deadlines and at the other ranks.
         watch = self.segment.watch
         started = time.perf_counter()
         self._wait_for_head(BRIEF)
         watch.waited += time.perf_counter() - started
-        if ended():
+        self.advance_all()
+        if pending.ended:
             return
+
+        def ended() -> bool:
+            if not pending.ended:
+                self.advance_all()
+            return pending.ended
+
         try:
             watch.wait_until_ready(
                 WaitCondition(
@@ -204,19 +209,15 @@ class WorkQueue:
 
     def _wait_for_head(self, nanoseconds: int) -> None:
         """Wait until the oldest operation may go on. Another thread may advance it meanwhile."""
-        head = self._find_head()
-        if head is not None:
-            self.segment.wait(OPERATIONS, head.target, nanoseconds)
+        try:
+            target = self._pending[0].target
+        except IndexError:  # another thread has ended it
+            return
+        self._native.wait(self._pointer, OPERATIONS, target, nanoseconds)
 
     def _missing_ranks(self) -> list[int]:
-        head = self._find_head()
+        head = next(iter(self._pending), None)
         return [] if head is None else self.segment.find_behind(head.target)
-
-    def _find_head(self) -> QueuedWork | None:
-        try:
-            return self._pending[0]
-        except IndexError:  # another thread has ended it
-            return None
 
 
 def _advance_relatives(

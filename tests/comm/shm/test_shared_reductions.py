@@ -16,6 +16,7 @@ from paceline.comm.shm.shared_reductions import (
     DTYPES,
     MISMATCH,
     OPERATIONS,
+    SmallReduction,
     plan_registered,
 )
 from paceline.comm.shm.window_messages import MessageStretch
@@ -83,7 +84,8 @@ class Script:
     def small(self, turn: int, count: int):  # type: ignore[no-untyped-def]
         x = self.data(turn, self.rank, count)
         place = address_of(self.operation), address_of(self.state)
-        yield native.begin_small(*place, x.data_ptr(), x.data_ptr(), count, 4, 0, 0, turn)
+        values = SmallReduction(count, 4 * count, turn, 0, 0)
+        yield native.begin_small(*place, address_of(values), x.data_ptr(), x.data_ptr())
         yield from self.advance()
         wanted = sum(self.data(turn, rank, count) for rank in range(self.ranks.size))
         assert torch.equal(x, wanted), (turn, count)  # type: ignore[arg-type]
@@ -156,17 +158,9 @@ def test_a_small_all_reduce_is_the_plain_reduction(op: str, dtype: torch.dtype) 
     parts = [x > 0 if dtype == torch.bool else x.abs().to(dtype) for x in values]
     wanted, operations = reduce_parts(op, parts), [make_operation() for _ in range(3)]
     for rank, x in enumerate(parts):
-        native.begin_small(
-            address_of(operations[rank]),
-            address_of(ranks.states[rank]),
-            x.data_ptr(),
-            x.data_ptr(),
-            37,
-            x.element_size(),
-            DTYPES[dtype],
-            OPERATIONS[op],
-            5,
-        )
+        values = SmallReduction(37, x.nbytes, 5, DTYPES[dtype], OPERATIONS[op])
+        place = address_of(operations[rank]), address_of(ranks.states[rank])
+        native.begin_small(*place, address_of(values), x.data_ptr(), x.data_ptr())
     for rank, x in enumerate(parts):
         assert native.advance(address_of(operations[rank])) == 0
         assert torch.equal(x, wanted)
@@ -177,7 +171,8 @@ def test_a_small_all_reduce_of_different_calls_is_a_mismatch_on_all() -> None:
     operations = [make_operation() for _ in range(2)]
     for rank, operation in enumerate(operations):
         place = address_of(operation), address_of(ranks.states[rank])
-        native.begin_small(*place, x.data_ptr(), x.data_ptr(), 3, 4, 0, 0, rank)
+        values = SmallReduction(3, 12, rank, 0, 0)
+        native.begin_small(*place, address_of(values), x.data_ptr(), x.data_ptr())
     for operation in operations:
         assert native.advance(address_of(operation)) == MISMATCH
 
