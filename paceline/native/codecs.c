@@ -41,6 +41,28 @@ INLINE int32_t bits_of(float value) {
 
 INLINE float magnitude_of(float value) { return __builtin_fabsf(value); }
 
+/* Four bits, lowest first: elements below 0, and elements whose magnitude is not below `cutoff`. */
+#if defined(__x86_64__)
+INLINE uint32_t mark_negative(const float *x) {
+    return (uint32_t)_mm_movemask_ps(_mm_cmplt_ps(_mm_loadu_ps(x), _mm_setzero_ps()));
+}
+
+INLINE uint32_t mark_large(const float *x, float cutoff) {
+    const __m128 magnitudes = _mm_andnot_ps(_mm_set1_ps(-0.0f), _mm_loadu_ps(x));
+    return (uint32_t)_mm_movemask_ps(_mm_cmpnlt_ps(magnitudes, _mm_set1_ps(cutoff)));
+}
+#else
+INLINE uint32_t mark_negative(const float *x) {
+    return (uint32_t)((x[0] < 0) | (x[1] < 0) << 1 | (x[2] < 0) << 2 | (x[3] < 0) << 3);
+}
+
+INLINE uint32_t mark_large(const float *x, float cutoff) {
+    uint32_t marks = 0;
+    for (int k = 0; k < 4; k++) marks |= (uint32_t)!(magnitude_of(x[k]) < cutoff) << k;
+    return marks;
+}
+#endif
+
 static int is_valid(int coding, int64_t block) {
     static const uint8_t multiple[] = {[PL_INT8] = 1, [PL_INT4] = 2, [PL_SIGN] = 8};
     return coding >= PL_INT8 && coding <= PL_SIGN && block > 0 && block % multiple[coding] == 0;
@@ -66,16 +88,17 @@ INLINE float find_largest(const float *x, int64_t n) {
     return value;
 }
 
-/* The level of one element: 0 for nan. `noise` is NULL, or the number for this element. */
+/* The level of a finite element. `noise` is NULL, or points to the number for this element. */
 INLINE int32_t round_level(float scaled, const float *noise, int32_t top) {
     const float value = noise ? scaled + *noise : scaled;
     const float shifted = value + SHIFT;
     int32_t level = bits_of(shifted) - bits_of(SHIFT);
     if (noise) {
         level -= shifted - SHIFT > value;
-        level = level > top ? top : level < -top ? -top : level;
+        level = level > top ? top : level;
+        level = level < -top ? -top : level;
     }
-    return value == value ? level : 0;
+    return level;
 }
 
 INLINE void write_int8(const float *restrict x, int64_t n, float inverse,
@@ -87,24 +110,31 @@ INLINE void write_int8(const float *restrict x, int64_t n, float inverse,
 /* The first half of a block goes to the low bits of its bytes, the second half to the high bits. */
 INLINE void write_int4(const float *restrict x, int64_t n, float inverse,
                        const float *restrict noise, uint8_t *restrict levels) {
-    const int64_t width = (n + 1) / 2;
-    for (int64_t i = 0; i < n - width; i++) {
+    const int64_t pairs = n / 2, width = n - pairs;
+    for (int64_t i = 0; i < pairs; i++) {
         const int32_t low = round_level(x[i] * inverse, noise ? noise + i : NULL, 7);
         const int32_t high =
             round_level(x[width + i] * inverse, noise ? noise + width + i : NULL, 7);
         levels[i] = (uint8_t)((low + 8) | (high + 8) << 4);
     }
-    if (n & 1) {
-        const float *last = noise ? noise + width - 1 : NULL;
-        levels[width - 1] = (uint8_t)(round_level(x[width - 1] * inverse, last, 7) + 8);
-    }
+    if (width > pairs)
+        levels[pairs] = (uint8_t)(
+            round_level(x[pairs] * inverse, noise ? noise + pairs : NULL, 7) + 8);
 }
 
+/* Write the levels of a block, and return its scale. */
 INLINE float write_levels(int coding, const float *x, int64_t n, const float *noise,
                           uint8_t *levels) {
-    const float scale = find_largest(x, n) * (float)(1.0 / (coding == PL_INT8 ? 127 : 7));
+    const float largest = find_largest(x, n);
+    const float scale = largest * (float)(1.0 / (coding == PL_INT8 ? 127 : 7));
     const float inverse = 1.0f / (scale < TINY ? TINY : scale);
-    /* Constants for the compiler: NULL or not, one coding or the other. */
+    /* A scale that isn't finite makes the block so: all levels are 0. */
+    if (!(largest <= 0x1.fffffep127f)) {
+        memset(levels, coding == PL_INT8 ? 0 : 0x88, (size_t)count_bytes(coding, n));
+        if (coding == PL_INT4 && n & 1) levels[n / 2] = 8;
+        return scale;
+    }
+    /* With NULL as a constant, the compiler makes a loop without noise. */
     if (coding == PL_INT8 && noise) write_int8(x, n, inverse, noise, levels);
     if (coding == PL_INT8 && !noise) write_int8(x, n, inverse, NULL, levels);
     if (coding == PL_INT4 && noise) write_int4(x, n, inverse, noise, levels);
@@ -157,19 +187,10 @@ INLINE float average_magnitudes(const float *x, int64_t n) {
 /* Eight signs a byte, lowest bit first; a bit is set for elements below 0. */
 INLINE void write_signs(const float *x, int64_t n, uint8_t *bits) {
     int64_t i = 0;
-#if defined(__x86_64__)
-    const __m128 zero = _mm_setzero_ps();
-    for (; i + 8 <= n; i += 8) {
-        const int low = _mm_movemask_ps(_mm_cmplt_ps(_mm_loadu_ps(x + i), zero));
-        const int high = _mm_movemask_ps(_mm_cmplt_ps(_mm_loadu_ps(x + i + 4), zero));
-        bits[i / 8] = (uint8_t)(low | high << 4);
-    }
-#endif
-    for (; i < n; i += 8) {
-        unsigned byte = 0;
-        for (int k = 0; k < 8 && i + k < n; k++) byte |= (unsigned)(x[i + k] < 0) << k;
-        bits[i / 8] = (uint8_t)byte;
-    }
+    for (; i + 8 <= n; i += 8)
+        bits[i / 8] = (uint8_t)(mark_negative(x + i) | mark_negative(x + i + 4) << 4);
+    if (i < n) bits[i / 8] = 0;
+    for (; i < n; i++) bits[i / 8] |= (uint8_t)((x[i] < 0) << (i % 8));
 }
 
 /* ---- messages */
@@ -181,7 +202,8 @@ INLINE int encode(int coding, const float *x, int64_t count, int64_t block, cons
         const int64_t n = count - i < block ? count - i : block;
         uint8_t *to = levels + count_bytes(coding, i);
         if (coding == PL_SIGN) {
-            *scales++ = average_magnitudes(x + i, n);
+            /* The usual length as a constant: the compiler unrolls all loops of it. */
+            *scales++ = n == 64 ? average_magnitudes(x + i, 64) : average_magnitudes(x + i, n);
             write_signs(x + i, n, to);
         } else {
             *scales++ = write_levels(coding, x + i, n, noise ? noise + i : NULL, to);
@@ -205,11 +227,20 @@ INLINE void read_block(int coding, float *restrict out, int64_t n, float scale,
         for (int64_t i = 0; i < width; i++) PUT(i, (float)((levels[i] & 15) - 8));
         for (int64_t i = 0; i < n - width; i++) PUT(width + i, (float)((levels[i] >> 4) - 8));
     } else {
-        static const int32_t masks[8] = {1, 2, 4, 8, 16, 32, 64, 128};
+        /* Vectors of the compiler, of four lanes: gcc makes none of a loop over bits. */
+        typedef int32_t int_quad __attribute__((vector_size(16)));
+        typedef float quad __attribute__((vector_size(16)));
+        const int_quad masks[2] = {{1, 2, 4, 8}, {16, 32, 64, 128}};
         int64_t i = 0;
-        for (; i + 8 <= n; i += 8) {
+        for (; i + 4 <= n; i += 4) {
             const int32_t byte = levels[i / 8];
-            for (int k = 0; k < 8; k++) PUT(i + k, (byte & masks[k]) ? -1.0f : 1.0f);
+            const int_quad is_minus =
+                ((int_quad){byte, byte, byte, byte} & masks[i / 4 & 1]) != 0;
+            quad old, values = (quad){scale, scale, scale, scale};
+            values = (quad)((int_quad)values ^ (is_minus & INT32_MIN));
+            memcpy(&old, out + i, sizeof old);
+            if (adds) values = old + values * factor;
+            memcpy(out + i, &values, sizeof values);
         }
         for (; i < n; i++) PUT(i, levels[i / 8] >> (i % 8) & 1 ? -1.0f : 1.0f);
     }
@@ -240,20 +271,17 @@ INLINE int decode_add(int coding, float *out, int64_t count, int64_t block, cons
 
 INLINE int64_t find_large(const float *x, int64_t count, float cutoff, int32_t *indices,
                       int64_t capacity) {
-    int64_t chosen = 0;
-    for (int64_t i = 0; i < count; i += ROW) {
-        const int64_t stop = count - i < ROW ? count : i + ROW;
-        /* Most rows have no large element: one look at all 32. */
-        if (stop - i == ROW) {
-            int32_t small = -1;
-            for (int k = 0; k < ROW; k++) small &= -(magnitude_of(x[i + k]) < cutoff);
-            if (small) continue;
-        }
-        for (int64_t k = i; k < stop; k++) {
-            if (magnitude_of(x[k]) < cutoff) continue;
-            if (chosen < capacity) indices[chosen] = (int32_t)k;
-            chosen++;
-        }
+    int64_t chosen = 0, i = 0;
+    for (; i + ROW <= count; i += ROW) {
+        uint32_t marks = 0;
+        for (int k = 0; k < ROW; k += 4) marks |= mark_large(x + i + k, cutoff) << k;
+        for (; marks; marks &= marks - 1, chosen++)
+            if (chosen < capacity) indices[chosen] = (int32_t)(i + __builtin_ctz(marks));
+    }
+    for (; i < count; i++) {
+        if (magnitude_of(x[i]) < cutoff) continue;
+        if (chosen < capacity) indices[chosen] = (int32_t)i;
+        chosen++;
     }
     return chosen;
 }

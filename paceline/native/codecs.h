@@ -20,7 +20,7 @@ enum pl_coding { PL_INT8 = 0, PL_INT4, PL_SIGN };
 /* Encode `count` elements of `x`.
 
    block: Elements of a block, a multiple of 1 (int8), 2 (int4) or 8 (sign). The last one may be
-       shorter. Blocks of sign have at most 2^24 elements: beyond, torch adds in another order.
+       shorter. Scales of sign are those of torch on one thread, in blocks of up to 2^24 elements.
    noise: NULL rounds to the nearest level, ties to even. Or `count` numbers in [0, 1), one for each
        element: level + noise is rounded down. Sign ignores it.
    scales: One for each block.

@@ -1,12 +1,14 @@
-/* Reductions, scaled copies and plain copies: cut into blocks that stay in the first-level cache.
+/* Reductions, scaled copies and plain copies.
+
+   Halves (float16, bfloat16) are widened to float32, reduced and narrowed in registers, in one pass
+   over all parts. The other dtypes are cut into blocks that stay in the first-level cache:
 
    one block of 2 KiB:   parts[0]  parts[1]  parts[2]  ...  parts[n-1]
                               \      /          |               |
                     block:    fold   ->  fold   ->   ...  ->  fold -> divide (mean) -> every out
 
-   Halves are widened to float32 on their way in, and narrowed once on their way out. The last fold
-   writes to outs[0] itself if nothing is left to do. All parts of a block are read before an out
-   is written: an out may be a part. */
+   The last fold writes to outs[0] itself if nothing is left to do. All parts of a block are read
+   before an out is written: an out may be a part. */
 #include "reduce.h"
 
 #include <string.h>
@@ -23,30 +25,24 @@
 #define VECTORIZE _Pragma("GCC ivdep")
 #endif
 
+#define INLINE static inline __attribute__((always_inline))
+
 enum { BLOCK_BYTES = 2048 };
+
+/* Further operations of halves: x * factor, out + x * factor. */
+enum { SCALE = PL_XOR + 1, SCALE_ADD };
 
 typedef void fold_loop(void *to, const void *a, const void *b, int64_t n);
 typedef void scale_loop(void *to, const void *x, double factor, int64_t n);
-typedef void widen_loop(float *restrict to, const uint16_t *restrict from, int64_t n);
-typedef void add_widened_loop(float *restrict to, const uint16_t *restrict from, float factor,
-                              int64_t n);
-typedef int64_t sum_loop(uint16_t *to, const uint16_t *const *parts, int n_parts, int64_t at,
-                         int64_t n, float by);
-typedef void narrow_loop(uint16_t *restrict to, const float *restrict from, float factor, int64_t n);
+typedef void halves_loop(uint16_t *const *outs, int n_outs, const uint16_t *const *parts,
+                         int n_parts, const double *weights, int64_t count, int op, float factor);
 
-/* The loops of a dtype; NULL if it has no such operation.
-
-   Those of halves work on float32. `widen` writes an even number of floats, in any order: `narrow`
-   undoes it, and multiplies by a factor on the way. `add_widened` adds halves times a factor to
-   widened ones. `sum` is a faster way for sums and means, on x86 alone. */
+/* The loops of a dtype; NULL if it has no such operation. */
 struct loops {
     uint8_t lane_bytes, lanes; /* a complex element has two lanes */
     fold_loop *fold[PL_XOR + 1];
     scale_loop *scale, *divide, *scale_add;
-    widen_loop *widen;
-    add_widened_loop *add_widened;
-    narrow_loop *narrow;
-    sum_loop *sum;
+    halves_loop *reduce_halves; /* float16 and bfloat16 have this one alone */
 };
 
 static inline float float_of_bits(uint32_t bits) {
@@ -59,27 +55,6 @@ static inline uint32_t bits_of_float(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     return bits;
-}
-
-static inline uint32_t read_word(const uint16_t *from) {
-    uint32_t word;
-    memcpy(&word, from, sizeof word);
-    return word;
-}
-
-static inline void write_word(uint16_t *to, uint32_t word) { memcpy(to, &word, sizeof word); }
-
-/* `yes` or `no`, without a branch: gcc vectorizes no loop that has one. */
-static inline uint32_t pick_bits(int condition, uint32_t yes, uint32_t no) {
-    const uint32_t mask = 0u - (uint32_t)condition;
-    return (yes & mask) | (no & ~mask);
-}
-
-/* Round to bfloat16, in the upper half of the bits. Adds half of the last place, less one if the
-   last place is even, so that ties go to even. */
-static inline uint32_t round_to_bf16(float value) {
-    const uint32_t bits = bits_of_float(value);
-    return pick_bits(value != value, 0x7fc00000u, bits + 0x7fffu + (bits >> 16 & 1u));
 }
 
 #if defined(__aarch64__)
@@ -96,6 +71,12 @@ static inline uint16_t half_of_float(float value) {
     return half;
 }
 #else
+/* `yes` or `no`, without a branch: gcc vectorizes no loop that has one. */
+static inline uint32_t pick_bits(int condition, uint32_t yes, uint32_t no) {
+    const uint32_t mask = 0u - (uint32_t)condition;
+    return (yes & mask) | (no & ~mask);
+}
+
 /* Without branches, so that loops vectorize. The method is that of the FP16 library (Dukhan, 2017):
    the exponent is moved by a multiplication, and subnormals by a subtraction of 0.5. */
 static inline float float_of_half(uint16_t half) {
@@ -120,16 +101,36 @@ static inline uint16_t half_of_float(float value) {
 }
 #endif
 
+/* Round a factor to the dtype, which is a half. For bfloat16, adds half of the last place, less one
+   if the last place is even, so that ties go to even. */
+static float round_factor(double factor, int dtype) {
+    if (dtype == PL_F16) return float_of_half(half_of_float((float)factor));
+    const uint32_t bits = bits_of_float((float)factor);
+    return factor != factor ? (float)factor
+                            : float_of_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
+}
+
 #define ISA(name) name##_portable
 #define TARGET
 #define TARGET_FMA
-#define HAS_F16C 0
+#define VECTOR_BYTES 16
 #if defined(__aarch64__)
 #define FUSE(T, a, b, c) (sizeof(T) == 4 ? (T)__builtin_fmaf((float)(a), (float)(b), (float)(c)) \
                                          : (T)__builtin_fma((a), (b), (c)))
 #else
 #define FUSE(T, a, b, c) ((a) * (b) + (c))
 #endif
+#define FUSE_FLOATS(total, x, factor)                                                             \
+    for (int k = 0; k < 4; k++) (total)[k] = FUSE(float, (x)[k], factor, (total)[k])
+#define WIDEN_F16(x, from)                                                                        \
+    for (int k = 0; k < 4; k++) (x)[k] = float_of_half((from)[k])
+#define NARROW_F16(words, low, high)                                                              \
+    do {                                                                                          \
+        uint16_t halves[8];                                                                       \
+        for (int k = 0; k < 4; k++) halves[k] = half_of_float((low)[k]);                          \
+        for (int k = 0; k < 4; k++) halves[4 + k] = half_of_float((high)[k]);                     \
+        memcpy(&(words), halves, sizeof halves);                                                  \
+    } while (0)
 #include "reduce_loops.h"
 
 #if defined(__x86_64__) && !defined(PL_PORTABLE)
@@ -138,13 +139,19 @@ static inline uint16_t half_of_float(float value) {
 #define ISA(name) name##_avx2
 #define TARGET __attribute__((target("avx2,f16c")))
 #define TARGET_FMA __attribute__((target("avx2,f16c,fma")))
-#define HAS_F16C 1
+#define VECTOR_BYTES 32
 #define FUSE(T, a, b, c) (sizeof(T) == 4 ? (T)__builtin_fmaf((float)(a), (float)(b), (float)(c)) \
                                          : (T)__builtin_fma((a), (b), (c)))
+#define FUSE_FLOATS(total, x, factor)                                                             \
+    total = (floats_avx2)_mm256_fmadd_ps((__m256)(x), _mm256_set1_ps(factor), (__m256)(total))
+#define WIDEN_F16(x, from)                                                                        \
+    x = (floats_avx2)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
+#define NARROW_F16(words, low, high)                                                              \
+    words = (ints_avx2)_mm256_inserti128_si256(                                                   \
+        _mm256_castsi128_si256(_mm256_cvtps_ph((__m256)(low), _MM_FROUND_TO_NEAREST_INT)),        \
+        _mm256_cvtps_ph((__m256)(high), _MM_FROUND_TO_NEAREST_INT), 1)
 #include "reduce_loops.h"
-#endif
 
-#if defined(__x86_64__) && !defined(PL_PORTABLE)
 /* Written once, when the library is loaded: asking the processor may take microseconds in a virtual
    machine. Not __builtin_cpu_supports, to which zig 0.17 always answers no. */
 int pl_has_avx2;
@@ -169,6 +176,10 @@ static const struct loops *pick_loops(int dtype) {
     return &loops_portable[dtype];
 }
 
+static inline int is_floating(const struct loops *loops) {
+    return loops->scale_add || loops->reduce_halves;
+}
+
 static inline int is_power_of_two(int n) { return (n & (n - 1)) == 0; }
 
 /* Room for one block, of lanes of any type. On a cache line, so that no vector lies across two. */
@@ -178,8 +189,8 @@ typedef union {
     char bytes[BLOCK_BYTES];
 } block_t;
 
-/* Reduce one block of a dtype that is held as it is, and store it to outs[0]. */
-static void reduce_plain(char *out, const void *const *parts, int n_parts, const double *weights,
+/* Reduce one block of a dtype that isn't a half, and store it to outs[0]. */
+static void reduce_block(char *out, const void *const *parts, int n_parts, const double *weights,
                          int64_t at, int64_t lanes, const struct loops *loops, int op) {
     block_t total, weighted[2];
     const void *sum = NULL;
@@ -207,114 +218,58 @@ static void reduce_plain(char *out, const void *const *parts, int n_parts, const
         pl_copy(out, sum, lanes * loops->lane_bytes);
 }
 
-/* Reduce one block of halves in float32, and store it to outs[0]. */
-static void reduce_halves(char *out, const void *const *parts, int n_parts, const double *weights,
-                          int64_t at, int64_t lanes, const struct loops *loops, int op) {
-    block_t total, next;
-    /* `widen` rounds the number of lanes up. */
-    const int64_t widened = lanes + (lanes & 1);
-    const int adds = op == PL_SUM || op == PL_MEAN;
-    int is_empty = 1;
-    for (int k = 0; k < n_parts; k++) {
-        const uint16_t *x = (const void *)((const char *)parts[k] + at);
-        const double weight = weights ? weights[k] : 1.0;
-        if (weight == 0.0) continue;
-        if (is_empty) {
-            loops->widen(total.f32, x, lanes);
-            if (weight != 1.0) loops->scale(total.f32, total.f32, weight, widened);
-        } else if (adds && weight == 1.0) {
-            loops->add_widened(total.f32, x, 1.0f, lanes);
-        } else {
-            loops->widen(next.f32, x, lanes);
-            if (weight != 1.0) loops->scale(next.f32, next.f32, weight, widened);
-            loops->fold[op](total.f32, total.f32, next.f32, widened);
-        }
-        is_empty = 0;
-    }
-    if (is_empty) memset(total.bytes, 0, sizeof total);
-    float factor = 1.0f;
-    if (op == PL_MEAN && is_power_of_two(n_parts))
-        factor = 1.0f / (float)n_parts;
-    else if (op == PL_MEAN)
-        loops->divide(total.f32, total.f32, n_parts, widened);
-    loops->narrow((void *)out, total.f32, factor, lanes);
-}
-
 int pl_reduce(void *const *outs, int n_outs, const void *const *parts, int n_parts,
               const double *weights, int64_t count, int dtype, int op) {
     const struct loops *loops = pick_loops(dtype);
-    if (!loops || op < PL_SUM || op > PL_XOR || !loops->fold[op] || n_outs < 1 || n_parts < 1)
-        return -1;
-    /* Only floating dtypes have a scale_add. */
-    if (weights && (!loops->scale_add || (op != PL_SUM && op != PL_MEAN))) return -1;
-    const int lane_bytes = loops->lane_bytes;
-    const int64_t lanes = count * loops->lanes;
-    const int adds_halves = loops->sum && !weights && (op == PL_SUM || op == PL_MEAN);
-    /* Two parts and one out need no room between passes: no blocks, so no calls for each of them. */
-    const int is_one_pass =
-        n_outs == 1 &&
-        (adds_halves || (n_parts <= 2 && !weights && !loops->widen && op != PL_MEAN));
-    const int64_t step = is_one_pass ? lanes : BLOCK_BYTES / (loops->widen ? 4 : lane_bytes);
+    if (!loops || op < PL_SUM || op > PL_XOR || n_outs < 1 || n_parts < 1) return -1;
+    if (loops->reduce_halves ? op > PL_MAX : !loops->fold[op]) return -1;
+    if (weights && (!is_floating(loops) || (op != PL_SUM && op != PL_MEAN))) return -1;
+    if (loops->reduce_halves) {
+        loops->reduce_halves((uint16_t *const *)outs, n_outs, (const uint16_t *const *)parts,
+                             n_parts, weights, count, op, 1.0f);
+        return 0;
+    }
+    const int64_t lanes = count * loops->lanes, lane_bytes = loops->lane_bytes;
+    /* Two parts and one out need no room between passes, so there are no blocks. */
+    const int is_one_pass = n_outs == 1 && n_parts <= 2 && !weights && op != PL_MEAN;
+    const int64_t step = is_one_pass ? lanes : BLOCK_BYTES / lane_bytes;
     for (int64_t i = 0; i < lanes; i += step) {
-        const int64_t n = lanes - i < step ? lanes - i : step;
-        int64_t done = i;
-        if (adds_halves)
-            done += loops->sum(outs[0], (const uint16_t *const *)parts, n_parts, i, n,
-                               op == PL_MEAN ? (float)n_parts : 0.0f);
-        if (done < i + n)
-            (loops->widen ? reduce_halves : reduce_plain)((char *)outs[0] + done * lane_bytes, parts,
-                                                          n_parts, weights, done * lane_bytes,
-                                                          i + n - done, loops, op);
-        for (int j = 1; j < n_outs; j++)
-            pl_copy((char *)outs[j] + i * lane_bytes, (char *)outs[0] + i * lane_bytes,
-                    n * lane_bytes);
+        const int64_t at = i * lane_bytes, n = lanes - i < step ? lanes - i : step;
+        char *out = (char *)outs[0] + at;
+        reduce_block(out, parts, n_parts, weights, at, n, loops, op);
+        for (int k = 1; k < n_outs; k++) pl_copy((char *)outs[k] + at, out, n * lane_bytes);
     }
     return 0;
 }
 
 int pl_scale_copy(void *out, const void *x, int64_t count, int dtype, double factor) {
     const struct loops *loops = pick_loops(dtype);
-    if (!loops || !loops->scale_add) return -1;
-    const int lane_bytes = loops->lane_bytes;
+    if (!loops || !is_floating(loops)) return -1;
     if (factor == 0.0) {
-        if (count > 0) memset(out, 0, (size_t)(count * lane_bytes));
+        if (count > 0) memset(out, 0, (size_t)(count * loops->lane_bytes));
     } else if (factor == 1.0) {
-        pl_copy(out, x, count * lane_bytes);
-    } else if (!loops->widen) {
-        loops->scale(out, x, factor, count);
+        pl_copy(out, x, count * loops->lane_bytes);
+    } else if (loops->reduce_halves) {
+        uint16_t *to = out;
+        const uint16_t *from = x;
+        loops->reduce_halves(&to, 1, &from, 1, NULL, count, SCALE, (float)factor);
     } else {
-        block_t block;
-        const int64_t step = BLOCK_BYTES / 4;
-        for (int64_t i = 0; i < count; i += step) {
-            const int64_t n = count - i < step ? count - i : step;
-            loops->widen(block.f32, (const uint16_t *)x + i, n);
-            loops->narrow((uint16_t *)out + i, block.f32, (float)factor, n);
-        }
+        loops->scale(out, x, factor, count);
     }
     return 0;
 }
 
 int pl_scale_add(void *out, const void *x, int64_t count, int dtype, double factor) {
     const struct loops *loops = pick_loops(dtype);
-    if (!loops || !loops->scale_add) return -1;
+    if (!loops || !is_floating(loops)) return -1;
     if (factor == 0.0) return 0;
-    if (!loops->widen) {
+    if (!loops->reduce_halves) {
         loops->scale_add(out, x, factor, count);
         return 0;
     }
-    /* Torch rounds the factor to the dtype. */
-    uint16_t half;
-    float widened[2] = {(float)factor};
-    loops->narrow(&half, widened, 1.0f, 1);
-    loops->widen(widened, &half, 1);
-    block_t total;
-    const int64_t step = BLOCK_BYTES / 4;
-    for (int64_t i = 0; i < count; i += step) {
-        const int64_t n = count - i < step ? count - i : step;
-        loops->widen(total.f32, (const uint16_t *)out + i, n);
-        loops->add_widened(total.f32, (const uint16_t *)x + i, widened[0], n);
-        loops->narrow((uint16_t *)out + i, total.f32, 1.0f, n);
-    }
+    uint16_t *to = out;
+    const uint16_t *from[2] = {out, x};
+    loops->reduce_halves(&to, 1, from, 2, NULL, count, SCALE_ADD, round_factor(factor, dtype));
     return 0;
 }
 

@@ -12,7 +12,8 @@
 #endif
 
 enum pl_dtype {
-    PL_F32 = 0, PL_F64, PL_F16, PL_BF16, PL_I8, PL_I16, PL_I32, PL_I64, PL_U8, PL_BOOL, PL_C64, PL_C128
+    PL_F32 = 0, PL_F64, PL_F16, PL_BF16, PL_I8, PL_I16, PL_I32, PL_I64, PL_U8, PL_BOOL, PL_C64,
+    PL_C128
 };
 enum pl_op { PL_SUM = 0, PL_MEAN, PL_PRODUCT, PL_MIN, PL_MAX, PL_AND, PL_OR, PL_XOR };
 
@@ -48,8 +49,9 @@ PL_EXPORT int pl_scale_copy(void *out, const void *x, int64_t count, int dtype, 
 /* Add x * factor to `out`, with the bits of out.add_(x, alpha=factor).
 
    Like torch, this rounds the factor to the dtype, and product and sum once together if the
-   processor can. A factor of 0 adds nothing, even if x holds nan. `out` may be `x`.
-   Torch rounds the product of two halves on its own in the last few elements; here all are alike.
+   processor can (others than x86 before AVX2). A factor of 0 adds nothing, even if x holds nan.
+   `out` may be `x`. Torch rounds the product of two halves on its own in the last few elements;
+   here all are alike.
    Returns 0, or -1 if the dtype is not a floating one. */
 PL_EXPORT int pl_scale_add(void *out, const void *x, int64_t count, int dtype, double factor);
 

@@ -1,15 +1,18 @@
 /* The loops of reduce.c, included once for each instruction set.
 
    The includer defines:
-   ISA(name)  the name of this copy of a function
-   TARGET     the attribute that lets the compiler use the instructions, or nothing
-   TARGET_FMA the same with fused multiplications. Only loops that ask for them have it: gcc 12 fuses
-              complex products even under -ffp-contract=off
-   HAS_F16C   1 if float16 is converted by x86 intrinsics
-   FUSE(T, a, b, c)  a * b + c, rounded once if the instruction set can
+   ISA(name)      the name of this copy of a function or type
+   TARGET         the attribute that lets the compiler use the instructions, or nothing
+   TARGET_FMA     the same with fused multiplications. Only loops that ask for them have it: gcc 12
+                  fuses complex products even under -ffp-contract=off
+   FUSE(T, a, b, c)                      a * b + c, rounded once if the instruction set can
+   VECTOR_BYTES   length of a vector
+   FUSE_FLOATS(total, x, factor)         for vectors: total = x * factor + total, like FUSE
+   WIDEN_F16(x, from)                    for vectors: x = the float16 numbers from `from` on
+   NARROW_F16(words, low, high)          for vectors: words = low and high, rounded to float16
 
    `to` may be exactly one of the inputs, never overlap them otherwise, so each loop promises the
-   compiler that its rounds are independent (VECTORIZE). */
+   compiler that its rounds are independent (VECTORIZE). n counts lanes: a complex number has 2. */
 
 /* to = a (op) b. The last argument is the value for one element. */
 #define FOLD(name, T, VALUE)                                                                      \
@@ -32,7 +35,7 @@
     FOLD(min_##suffix, T, FLOAT_MIN)                                                              \
     FOLD(max_##suffix, T, FLOAT_MAX)
 
-/* Unsigned arithmetic of type U wraps; signed overflow, or that of promoted shorts, is undefined. */
+/* Unsigned arithmetic of type U wraps; overflow of signed ones and promoted shorts is undefined. */
 #define INTEGER_FOLDS(suffix, T, U)                                                               \
     FOLD(add_##suffix, T, (T)((U)a + (U)b))                                                       \
     FOLD(multiply_##suffix, T, (T)((U)a * (U)b))                                                  \
@@ -118,130 +121,121 @@ SCALES(f64, double)
 COMPLEX_MEANS(c64, float)
 COMPLEX_MEANS(c128, double)
 
-/* bfloat16: two elements lie in a word. Widening is a shift or a mask if the first elements of all
-   words come first, then the second ones; no lane moves. The last word may lack its second half. */
-TARGET static void ISA(widen_bf16)(float *restrict to, const uint16_t *restrict from, int64_t n) {
-    const int64_t words = n / 2, half = (n + 1) / 2;
-    VECTORIZE for (int64_t i = 0; i < words; i++) {
-        const uint32_t word = read_word(from + 2 * i);
-        to[i] = float_of_bits(word << 16);
-        to[half + i] = float_of_bits(word & 0xffff0000u);
+/* ---- halves: two vectors of float32 at a time, which are two vectors of bytes of memory each
+
+   bfloat16: two elements lie in a word. `low` has the first elements of the words and `high` the
+   second ones, so that a shift or a mask converts them: no lane moves. float16 keeps its order. */
+typedef float ISA(floats) __attribute__((vector_size(VECTOR_BYTES)));
+typedef int32_t ISA(ints) __attribute__((vector_size(VECTOR_BYTES)));
+enum { ISA(LANES) = VECTOR_BYTES / 4, ISA(UNIT) = VECTOR_BYTES / 2 };
+
+TARGET INLINE void ISA(round_to_bf16)(ISA(floats) *x) {
+    const ISA(ints) bits = (ISA(ints))*x, nan = *x != *x;
+    /* Half of the last place, less one if the last place is even: ties go to even. */
+    *x = (ISA(floats))((nan & 0x7fc00000) | (~nan & (bits + 0x7fff + (bits >> 16 & 1))));
+}
+
+TARGET_FMA INLINE void ISA(fold_floats)(ISA(floats) *total, const ISA(floats) *x, int op,
+                                        float factor) {
+    const ISA(floats) a = *total, b = *x;
+    const ISA(ints) takes_a = (a != a) | (op == PL_MIN ? a < b : a > b);
+    if (op == PL_SUM)
+        *total = a + b;
+    else if (op == PL_PRODUCT)
+        *total = a * b;
+    else if (op == SCALE_ADD)
+        FUSE_FLOATS(*total, b, factor);
+    else
+        *total = (ISA(floats))((takes_a & (ISA(ints))a) | (~takes_a & (ISA(ints))b));
+}
+
+/* Load n elements, at most a unit. */
+TARGET INLINE void ISA(load_halves)(ISA(floats) *low, ISA(floats) *high, const uint16_t *from,
+                                    size_t n, int is_bf16) {
+    uint16_t tail[ISA(UNIT)] = {0};
+    if (n < ISA(UNIT)) from = memcpy(tail, from, n * sizeof *tail);
+    if (is_bf16) {
+        ISA(ints) words;
+        memcpy(&words, from, sizeof words);
+        *low = (ISA(floats))(words << 16), *high = (ISA(floats))(words & (int32_t)0xffff0000);
+    } else {
+        WIDEN_F16(*low, from);
+        WIDEN_F16(*high, from + ISA(LANES));
     }
-    if (n & 1) to[words] = float_of_bits((uint32_t)from[n - 1] << 16), to[half + words] = 0;
 }
 
-TARGET_FMA static void ISA(add_widened_bf16)(float *restrict to, const uint16_t *restrict from,
-                                             float factor, int64_t n) {
-    const int64_t words = n / 2, half = (n + 1) / 2;
-    VECTORIZE for (int64_t i = 0; i < words; i++) {
-        const uint32_t word = read_word(from + 2 * i);
-        to[i] = FUSE(float, float_of_bits(word << 16), factor, to[i]);
-        to[half + i] = FUSE(float, float_of_bits(word & 0xffff0000u), factor, to[half + i]);
+/* Reduce the n elements from i on, at most a unit. The arguments n, op, is_bf16 and has_weights are
+   constants where this is inlined, so that no branch on them is left. `factor` is that of SCALE and
+   SCALE_ADD; the result is divided by `divisor` if that is not 0. */
+TARGET_FMA INLINE void ISA(reduce_unit)(uint16_t *const *outs, int n_outs,
+                                        const uint16_t *const *parts, int n_parts,
+                                        const double *weights, float factor, float divisor,
+                                        int64_t i, size_t n, int op, int is_bf16,
+                                        int has_weights) {
+    ISA(floats) total_low = {0}, total_high = {0}, low = {0}, high = {0};
+    ISA(ints) words;
+    int k = 0;
+    while (has_weights && k < n_parts && weights[k] == 0.0) k++;
+    if (k < n_parts) {
+        ISA(load_halves)(&total_low, &total_high, parts[k] + i, n, is_bf16);
+        if (has_weights) total_low *= (float)weights[k], total_high *= (float)weights[k];
     }
-    if (n & 1)
-        to[words] = FUSE(float, float_of_bits((uint32_t)from[n - 1] << 16), factor, to[words]);
-}
-
-TARGET static void ISA(narrow_bf16)(uint16_t *restrict to, const float *restrict from, float factor,
-                                    int64_t n) {
-    const int64_t words = n / 2, half = (n + 1) / 2;
-    for (int64_t i = 0; i < words; i++)
-        write_word(to + 2 * i, round_to_bf16(from[i] * factor) >> 16 |
-                                   (round_to_bf16(from[half + i] * factor) & 0xffff0000u));
-    if (n & 1) to[n - 1] = (uint16_t)(round_to_bf16(from[words] * factor) >> 16);
-}
-
-/* float16 keeps its order. For an odd n, one more float is written. */
-#if HAS_F16C
-#define LOAD_F16(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
-#define STORE_F16(to, x)                                                                          \
-    _mm_storeu_si128((__m128i *)(to), _mm256_cvtps_ph((x), _MM_FROUND_TO_NEAREST_INT))
-#endif
-
-TARGET static void ISA(widen_f16)(float *restrict to, const uint16_t *restrict from, int64_t n) {
-    int64_t i = 0;
-#if HAS_F16C
-    for (; i + 8 <= n; i += 8) _mm256_storeu_ps(to + i, LOAD_F16(from + i));
-#endif
-    for (; i < n; i++) to[i] = float_of_half(from[i]);
-    if (n & 1) to[n] = 0;
-}
-
-TARGET_FMA static void ISA(add_widened_f16)(float *restrict to, const uint16_t *restrict from,
-                                            float factor, int64_t n) {
-    int64_t i = 0;
-#if HAS_F16C
-    const __m256 factors = _mm256_set1_ps(factor);
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(
-            to + i, _mm256_fmadd_ps(LOAD_F16(from + i), factors, _mm256_loadu_ps(to + i)));
-#endif
-    for (; i < n; i++) to[i] = FUSE(float, float_of_half(from[i]), factor, to[i]);
-}
-
-TARGET static void ISA(narrow_f16)(uint16_t *restrict to, const float *restrict from, float factor,
-                                   int64_t n) {
-    int64_t i = 0;
-#if HAS_F16C
-    const __m256 factors = _mm256_set1_ps(factor);
-    for (; i + 8 <= n; i += 8)
-        STORE_F16(to + i, _mm256_mul_ps(_mm256_loadu_ps(from + i), factors));
-#endif
-    for (; i < n; i++) to[i] = half_of_float(from[i] * factor);
-}
-
-/* Sum the elements from `at` to at + n, 16 at a time, in two registers; the last n % 16 are left.
-   Returns the number of elements written. The sum is divided by `by` if that is not 0. */
-#if HAS_F16C
-#define SUM_HALVES(suffix, LOAD, STORE)                                                           \
-    TARGET static int64_t ISA(sum_##suffix)(uint16_t *to, const uint16_t *const *parts,           \
-                                            int n_parts, int64_t at, int64_t n, float by) {       \
-        const __m256 divisor = _mm256_set1_ps(by);                                                \
-        int64_t i = at;                                                                           \
-        for (; i + 16 <= at + n; i += 16) {                                                       \
-            __m256 low, high, next_low, next_high;                                                \
-            LOAD(parts[0] + i, low, high);                                                        \
-            for (int k = 1; k < n_parts; k++) {                                                   \
-                LOAD(parts[k] + i, next_low, next_high);                                          \
-                low = _mm256_add_ps(low, next_low), high = _mm256_add_ps(high, next_high);        \
-            }                                                                                     \
-            if (by != 0) low = _mm256_div_ps(low, divisor), high = _mm256_div_ps(high, divisor);  \
-            STORE(to + i, low, high);                                                             \
-        }                                                                                         \
-        return i - at;                                                                            \
+    for (k++; k < n_parts; k++) {
+        if (has_weights && weights[k] == 0.0) continue;
+        ISA(load_halves)(&low, &high, parts[k] + i, n, is_bf16);
+        if (has_weights) low *= (float)weights[k], high *= (float)weights[k];
+        ISA(fold_floats)(&total_low, &low, op, factor);
+        ISA(fold_floats)(&total_high, &high, op, factor);
     }
+    if (op == SCALE) total_low *= factor, total_high *= factor;
+    if (op == PL_SUM && divisor != 0) total_low /= divisor, total_high /= divisor;
+    if (is_bf16) {
+        if (op != PL_MIN && op != PL_MAX) { /* these are one of the parts */
+            ISA(round_to_bf16)(&total_low);
+            ISA(round_to_bf16)(&total_high);
+        }
+        words = ((ISA(ints))total_low >> 16 & 0xffff) |
+                ((ISA(ints))total_high & (int32_t)0xffff0000);
+    } else {
+        NARROW_F16(words, total_low, total_high);
+    }
+    for (k = 0; k < n_outs; k++) memcpy(outs[k] + i, &words, n * sizeof **outs);
+}
 
-/* As in widen_bf16, `low` has the first elements of words and `high` the second ones. */
-#define LOAD_BF16_PAIR(from, low, high)                                                           \
+#define REDUCE_ALL(op, is_bf16, has_weights)                                                      \
     do {                                                                                          \
-        const __m256i words = _mm256_loadu_si256((const __m256i *)(from));                        \
-        low = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));                                  \
-        high = _mm256_castsi256_ps(                                                               \
-            _mm256_and_si256(words, _mm256_set1_epi32((int)0xffff0000u)));                        \
+        int64_t i = 0;                                                                            \
+        for (; i + ISA(UNIT) <= count; i += ISA(UNIT))                                            \
+            ISA(reduce_unit)(outs, n_outs, parts, n_parts, weights, factor, divisor, i,           \
+                             ISA(UNIT), op, is_bf16, has_weights);                                \
+        if (i < count)                                                                            \
+            ISA(reduce_unit)(outs, n_outs, parts, n_parts, weights, factor, divisor, i,           \
+                             (size_t)(count - i), op, is_bf16, has_weights);                      \
     } while (0)
-#define STORE_BF16_PAIR(to, low, high)                                                            \
-    _mm256_storeu_si256((__m256i *)(to),                                                          \
-                        _mm256_blend_epi16(_mm256_srli_epi32(ISA(round_bf16)(low), 16),           \
-                                           ISA(round_bf16)(high), 0xaa))
-#define LOAD_F16_PAIR(from, low, high) (low = LOAD_F16(from), high = LOAD_F16((from) + 8))
-#define STORE_F16_PAIR(to, low, high) (STORE_F16(to, low), STORE_F16((to) + 8, high))
 
-/* round_to_bf16 for eight floats. */
-TARGET static inline __m256i ISA(round_bf16)(__m256 x) {
-    const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
-    const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
-    return _mm256_castps_si256(_mm256_blendv_ps(
-        _mm256_castsi256_ps(_mm256_add_epi32(bits, bias)),
-        _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
-}
+#define HALVES(suffix, is_bf16)                                                                   \
+    TARGET_FMA static void ISA(reduce_##suffix)(                                                  \
+        uint16_t *const *outs, int n_outs, const uint16_t *const *parts, int n_parts,             \
+        const double *weights, int64_t count, int op, float factor) {                             \
+        const float divisor = op == PL_MEAN ? (float)n_parts : 0.0f;                              \
+        if (weights)                                                                              \
+            REDUCE_ALL(PL_SUM, is_bf16, 1);                                                       \
+        else if (op == PL_PRODUCT)                                                                \
+            REDUCE_ALL(PL_PRODUCT, is_bf16, 0);                                                   \
+        else if (op == PL_MIN)                                                                    \
+            REDUCE_ALL(PL_MIN, is_bf16, 0);                                                       \
+        else if (op == PL_MAX)                                                                    \
+            REDUCE_ALL(PL_MAX, is_bf16, 0);                                                       \
+        else if (op == SCALE)                                                                     \
+            REDUCE_ALL(SCALE, is_bf16, 0);                                                        \
+        else if (op == SCALE_ADD)                                                                 \
+            REDUCE_ALL(SCALE_ADD, is_bf16, 0);                                                    \
+        else                                                                                      \
+            REDUCE_ALL(PL_SUM, is_bf16, 0);                                                       \
+    }
 
-SUM_HALVES(bf16, LOAD_BF16_PAIR, STORE_BF16_PAIR)
-SUM_HALVES(f16, LOAD_F16_PAIR, STORE_F16_PAIR)
-#define SUM_LOOP(suffix) .sum = ISA(sum_##suffix),
-#else
-#define SUM_LOOP(suffix)
-#endif
+HALVES(f16, 0)
+HALVES(bf16, 1)
 
 #define INTEGER_LOOPS(suffix, bytes)                                                              \
     {                                                                                             \
@@ -272,16 +266,11 @@ SUM_HALVES(f16, LOAD_F16_PAIR, STORE_F16_PAIR)
         .scale = ISA(scale_##suffix), .divide = ISA(divide_##suffix)                              \
     }
 
-#define HALF_LOOPS(suffix)                                                                        \
-    SUM_LOOP(suffix)                                                                              \
-    .widen = ISA(widen_##suffix), .add_widened = ISA(add_widened_##suffix),                       \
-    .narrow = ISA(narrow_##suffix)
-
 static const struct loops ISA(loops)[] = {
     [PL_F32] = {FLOAT_LOOPS(f32, 4)},
     [PL_F64] = {FLOAT_LOOPS(f64, 8)},
-    [PL_F16] = {FLOAT_LOOPS(f32, 2), HALF_LOOPS(f16)},
-    [PL_BF16] = {FLOAT_LOOPS(f32, 2), HALF_LOOPS(bf16)},
+    [PL_F16] = {.lane_bytes = 2, .lanes = 1, .reduce_halves = ISA(reduce_f16)},
+    [PL_BF16] = {.lane_bytes = 2, .lanes = 1, .reduce_halves = ISA(reduce_bf16)},
     [PL_I8] = INTEGER_LOOPS(i8, 1),
     [PL_I16] = INTEGER_LOOPS(i16, 2),
     [PL_I32] = INTEGER_LOOPS(i32, 4),
@@ -298,22 +287,12 @@ static const struct loops ISA(loops)[] = {
     [PL_C128] = COMPLEX_LOOPS(c128, 8),
 };
 
-#undef FOLD
-#undef FLOAT_MIN
-#undef FLOAT_MAX
-#undef FLOAT_FOLDS
-#undef INTEGER_FOLDS
-#undef COMPLEX_FOLD
-#undef COMPLEX_FOLDS
-#undef SCALES
-#undef COMPLEX_MEANS
-#undef INTEGER_LOOPS
-#undef FLOAT_LOOPS
-#undef COMPLEX_LOOPS
-#undef HALF_LOOPS
+/* All other macros are the same for each instruction set. */
 #undef ISA
 #undef TARGET
 #undef TARGET_FMA
-#undef HAS_F16C
-#undef SUM_LOOP
+#undef VECTOR_BYTES
 #undef FUSE
+#undef FUSE_FLOATS
+#undef WIDEN_F16
+#undef NARROW_F16

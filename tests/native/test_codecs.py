@@ -15,10 +15,12 @@ from torch import Tensor
 from paceline.codec.coding import Coding, make_message
 from paceline.codec.dense import int4, int8, sign
 from paceline.codec.sparse import topk
+from tests.harness.page_edges import move_to_page_edge
 
 NUMBERS = {int8: 0, int4: 1, sign: 2}  # enum pl_coding
 GUARD = 9  # elements before and behind each tensor, which nothing may write to
-LENGTHS = (0, 1, 2, 7, 8, 9, 31, 33, 63, 64, 65, 129, 1000, 1023, 4097, 131_073 + 64)
+LENGTHS = (0, 1, 2, 7, 8, 9, 31, 33, 63, 64, 65, 129, 1000, 1023, 4097)
+LONG = 131_072 + 65  # more than the codings of Python work on at a time
 CODINGS = [
     *(int8(block=block) for block in (2, 34, 64, 1024)),
     *(int4(block=block) for block in (2, 34, 256)),
@@ -138,6 +140,8 @@ def test_messages_of_all_lengths(library: ctypes.CDLL, coding: Coding) -> None:
         base = torch.randn(count, generator=torch.Generator().manual_seed(1))
         for x in make_inputs(count):
             check_messages(library, coding, x, base)
+    x = next(make_inputs(LONG))
+    check_messages(library, coding, x, x.flip(0))
 
 
 @settings(deadline=None, max_examples=60)
@@ -150,14 +154,42 @@ def test_messages_of_any_floats(library: ctypes.CDLL, coding: Coding, values: li
     check_messages(library, coding, x, torch.ones_like(x))
 
 
+@pytest.fixture
+def single_thread() -> Iterator[None]:
+    """Torch runs on one thread: several would divide a long block, and add in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("single_thread")
 def test_mean_of_long_blocks(library: ctypes.CDLL) -> None:
     coding = sign(block=1 << 20)  # enough for the third level of torch's sums
     x = torch.randn((1 << 20) + 1000, generator=torch.Generator().manual_seed(3))
     check_messages(library, coding, x, torch.zeros_like(x))
 
 
+@pytest.mark.parametrize("coding", CODINGS, ids=repr)
+@pytest.mark.parametrize("edge", [0, 1])
+def test_reads_nothing_outside(library: ctypes.CDLL, coding: Any, edge: int) -> None:
+    for count in (1, 9, 63, 64, 65, 1001):
+        x = move_to_page_edge(torch.randn(count), edge)
+        noise = move_to_page_edge(torch.rand(count), edge)
+        message = [move_to_page_edge(p, edge) for p in make_message(coding, count)[1]]
+        shape = (ctypes.c_int64(count), ctypes.c_int64(coding.block))
+        parts, number = [address(part) for part in message], NUMBERS[type(coding)]
+        assert library.pl_encode(number, address(x), *shape, address(noise), *parts) == 0
+        assert library.pl_encode(number, address(x), *shape, None, *parts) == 0
+        assert library.pl_decode(number, address(x), *shape, *parts) == 0
+        assert library.pl_decode_add(number, address(x), *shape, *parts, ctypes.c_float(1)) == 0
+        indices = move_to_page_edge(torch.zeros(count, dtype=torch.int32), edge)
+        arguments = (address(x), shape[0], ctypes.c_float(0), address(indices), shape[0])
+        assert library.pl_find_large(*arguments) == count
+
+
 @pytest.mark.parametrize("kind", [int8, int4])
-@pytest.mark.parametrize("count", [1, 63, 1001, 131_073 + 64])
+@pytest.mark.parametrize("count", [1, 63, 1001, LONG])
 def test_stochastic_rounding(library: ctypes.CDLL, kind: Any, count: int) -> None:
     coding = kind(block=64, rounding="stochastic")
     for x in make_inputs(count):
@@ -180,10 +212,10 @@ def test_refuses_unknown_codings_and_blocks(library: ctypes.CDLL) -> None:
 
 
 def find_large(library: ctypes.CDLL, x: Tensor, cutoff: float, capacity: int) -> tuple[int, Tensor]:
-    indices = Guarded(torch.full((capacity,), -7, dtype=torch.int32))
+    source, indices = Guarded(x), Guarded(torch.full((capacity,), -7, dtype=torch.int32))
     library.pl_find_large.restype = ctypes.c_int64
     count = library.pl_find_large(
-        address(Guarded(x).tensor),
+        address(source.tensor),
         ctypes.c_int64(x.numel()),
         ctypes.c_float(cutoff),
         address(indices.tensor),
