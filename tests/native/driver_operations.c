@@ -108,7 +108,8 @@ static void all_reduce_small(pl_operation *operation, pl_segment *segment, int64
   void *x = allocate(count * kind->item), *out = k % 3 ? allocate(count * kind->item) : x;
   kind->fill(x, count, segment->rank, k);
   int64_t mark = k % 7 == 0 && segment->rank == 1 ? -5 : k;
-  pl_begin_small(operation, segment, x, out, count, kind->item, kind->dtype, pick_op(k), mark);
+  pl_small small = {count, count * kind->item, mark, kind->dtype, pick_op(k)};
+  pl_begin_small(operation, segment, &small, x, out);
   if (run_to_end(operation, segment, k) == 0)
     kind->check(out, 0, count, segment->size, k, pick_op(k));
   else
