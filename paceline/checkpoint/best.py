@@ -1,4 +1,4 @@
-"""The best checkpoint of a run: its metric, on which workers agree, and messages about it.
+"""Follows the best checkpoint of a run: workers agree on its metric, and the user learns of it.
 
 run.save(metric=loss, best="min")
   every worker       its value, and "min"        -- choose_metric -->  the value of the first worker
@@ -49,7 +49,8 @@ def parse_metric(metric: Any, best: Best | None) -> Metric | None:
         )
     value = metric.detach().item() if isinstance(metric, Tensor) else metric
     try:
-        if not hasattr(value, "__float__"):  # float() would take a text such as "1"
+        # Without this, float() would accept a text such as "1".
+        if not hasattr(value, "__float__"):
             raise TypeError
         return Metric(float(value), best)
     except (TypeError, ValueError, OverflowError) as error:
@@ -61,19 +62,26 @@ def parse_metric(metric: Any, best: Best | None) -> Metric | None:
 def choose_metric(metrics: Sequence[Metric | None]) -> tuple[Metric | None, str]:
     """Choose the metric of a checkpoint from the metrics of all workers.
 
-    Returns the metric of the first worker, and a warning if another worker's differs from it.
-    Raises `UsageError` if workers gave different arguments.
+    Args:
+        metrics: Metric of each rank.
+
+    Returns:
+        The metric of the first worker, and a warning if another worker's differs from it.
+
+    Raises:
+        UsageError: Workers gave different arguments.
     """
     first = metrics[0]
     for rank, other in enumerate(metrics):
         if _describe_metric(other) != _describe_metric(first):
             raise UsageError(
                 f"workers don't save alike: rank 0 calls run.save({_describe_metric(first)}), rank "
-                f"{rank} "
-                f"run.save({_describe_metric(other)}); call it with the same arguments everywhere"
+                f"{rank} run.save({_describe_metric(other)}); "
+                "call it with the same arguments on all workers"
             )
     if first is None:
         return None, ""
+    # Each worker may have the metric of its own share. Warn if they differ by more than a little.
     values = [metric.value for metric in metrics if metric is not None]
     odd_rank = next(
         (rank for rank, value in enumerate(values) if not _is_close(value, first.value)), None
@@ -133,10 +141,12 @@ class BestCheckpoint:
     ) -> Path:
         """Write a checkpoint into `folder`, and announce it if it is the best so far.
 
-        The best checkpoint of the run that was resumed comes into `folder`, too, if it is better.
+        The best checkpoint of the run that was resumed is copied into `folder`, if it is better.
         """
+        # `write` may remove the best checkpoint so far, so look it up first.
         ranked_before = catalogue.list_best(folder)
         path = write()
+        # At the first checkpoint after a resume: before it, the folder isn't known.
         if self._resumed_folder is not None and self._resumed_folder.resolve() != folder.resolve():
             try:
                 inherit_best(folder, self._resumed_folder)
@@ -148,7 +158,7 @@ class BestCheckpoint:
             and (ranked := catalogue.list_best(folder))
             and ranked[0].path == path
         ):
-            for entry in (ranked_before or ranked[1:])[:1]:  # `write` may have removed it
+            for entry in (ranked_before or ranked[1:])[:1]:
                 comparison = (
                     ""
                     if entry.metric is None
@@ -160,7 +170,7 @@ class BestCheckpoint:
         return path
 
     def summary_facts(self, folder: Path) -> dict[str, Any]:
-        """Best checkpoint in `folder`, for the summary; empty if none was saved with a metric."""
+        """Facts about the best checkpoint in `folder`; empty if none was saved with a metric."""
         ranked = catalogue.list_best(folder)
         if not ranked or ranked[0].metric is None:
             return {}

@@ -1,4 +1,4 @@
-"""The state of a run whose models are cut: which of its tensors are parts, and their storage.
+"""Splits the state of a run with cut models into blocks for a checkpoint, and reads it back.
 
     state of this worker                            checkpoint
     model/up/weight          local, 2 x 6   ---->   a block of the logical 4 x 6 tensor, in this
@@ -33,13 +33,13 @@ class CutEntry:
 
     Attributes:
         path: Path of the tensor in the state.
-        placement: Place of the local part in the logical parameter.
-        what: Description for messages.
-        own: Whether it is the parameter itself, and not state of an optimizer.
-        piece: Tensor that optimizers step in place of a parameter that this worker also has in
-            full. It may be newer than the parameter.
-        counts: Whether it is an optimizer's count of steps. If the parameter is a single number, a
-            count has the shape of a part.
+        placement: Placement of the local part in the logical parameter.
+        description: Description for messages.
+        is_parameter: Whether it is the parameter itself, and not state of an optimizer.
+        trained_part: Tensor that optimizers step in place of a parameter that this worker also has
+            in full. It may be newer than the parameter.
+        is_step_count: Whether it is an optimizer's count of steps. If the parameter is a single
+            number, a count has the shape of a part.
     """
 
     path: str
@@ -76,15 +76,15 @@ def find_cut_entries(
         stored = subtrees_by_key(trees.get(name))
         if isinstance(part, nn.Module):
             for key, parameter in part.named_parameters(remove_duplicate=False):
-                piece = None if renewed is None else renewed(parameter)
-                placement = placements.placement_of(parameter if piece is None else piece, key)
+                trained = None if renewed is None else renewed(parameter)
+                placement = placements.placement_of(parameter if trained is None else trained, key)
                 if placement.axes and (path := tensor_path(stored.get(key))) is not None:
                     yield CutEntry(
                         path,
                         placement,
                         f"{name}.{key}",
                         is_parameter=True,
-                        trained_part=None if piece is None else local_part(piece),
+                        trained_part=None if trained is None else local_part(trained),
                     )
         elif isinstance(part, Optimizer):
             # torch numbers parameters over all groups, in order. States have these numbers as keys.
@@ -97,11 +97,11 @@ def find_cut_entries(
                 )
                 for key, value in subtrees_by_key(entry_tree).items() if placement.axes else ():
                     if (path := tensor_path(value)) is not None:
-                        what = f"{key} that {name} keeps for {placement.name}"
+                        description = f"{key} that {name} keeps for {placement.name}"
                         yield CutEntry(
                             path,
                             placement,
-                            what,
+                            description,
                             is_parameter=False,
                             is_step_count=key in STEP_COUNTS,
                         )
@@ -138,6 +138,7 @@ def split_state(
         )
         if not _is_part(entry, tuple(tensor.shape), placement.local):
             continue
+        # Each worker leaves cut tensors out of its snapshot, and one worker writes each part.
         cut_paths.add(entry.path)
         if writes(placement) and entry.path not in tied_paths:
             pieces = tuple(
@@ -164,6 +165,7 @@ def _find_shared_parameters(
     """
     trees = subtrees_by_key(tree)
     for name, part in parts.items():
+        # By id of the parameter: the first path under which the model has it.
         first_paths, stored = dict[int, str](), subtrees_by_key(trees.get(name))
         for key, parameter in (
             part.named_parameters(remove_duplicate=False) if isinstance(part, nn.Module) else ()
@@ -177,7 +179,7 @@ def _find_shared_parameters(
 
 
 def _replace_paths(tree: Json, new_paths: Mapping[str, str]) -> Json:
-    """Copy a tree, and replace the paths that `again` has."""
+    """Copy a tree, and replace the paths of tensors that are in `new_paths`."""
     if not new_paths or not isinstance(tree, dict | list):
         return tree
     if isinstance(tree, list):
@@ -205,6 +207,7 @@ def read_local_state(
         CheckpointError: The state is of another model.
     """
     _check_same_model(parts, placements, state.tree, reader.index)
+    # Tensors of parameters that are cut now, whether they were cut before or not.
     places = {
         entry.path: entry.placement
         for entry in find_cut_entries(parts, placements, state.tree)
@@ -237,8 +240,8 @@ def _is_part(entry: CutEntry, shape: tuple[int, ...], parameter_shape: tuple[int
         raise CheckpointError(
             f"{entry.description} has the shape {list(shape)}, "
             f"and the parameter has {list(parameter_shape)}: "
-            "of a cut parameter, only state of the same shape or a single number can be saved; "
-            "use an optimizer with such state, or don't cut this parameter"
+            "the optimizer state of a cut parameter can be saved if it has the same shape or is a "
+            "single number; use an optimizer with such state, or don't cut this parameter"
         )
     return False
 
@@ -250,6 +253,7 @@ def _check_same_model(
     index: Mapping[str, StoredTensor],
 ) -> None:
     """Raise `CheckpointError` for a state of another model, with the first differences."""
+    # Shapes are those of the logical tensors: cuts may differ, but the model may not.
     differences, trees = list[str](), subtrees_by_key(tree)
     for name, part in parts.items():
         if not isinstance(part, nn.Module) or name not in trees:

@@ -23,11 +23,11 @@ class StateLayout:
     Attributes:
         mesh: The grid of workers.
         rank: This worker.
-        placements: Place of each parameter.
-        renewed: Finds the tensor that is trained in place of a parameter that each worker has in
-            full. None for other parameters.
-        splits: Bounds of each pipeline: the first layer of each stage, and the end.
-        level: Gives all workers equal tied weights and buffers. Collective.
+        placements: Placement of each parameter.
+        find_trained: Finds the tensor that is trained in place of a parameter that each worker has
+            in full. None for other parameters.
+        stage_bounds: Bounds of each pipeline: the first layer of each stage, and the end.
+        equalize_copies: Gives all workers equal tied weights and buffers. Collective.
     """
 
     mesh: Mesh
@@ -56,7 +56,7 @@ class StateLayout:
         )
 
     def replica_ranks(self, rank: int) -> tuple[int, ...]:
-        """Ranks of the workers that hold the same parts as `rank`, in the order of strategies."""
+        """Ranks of the workers with the same parts as `rank`, in the order that strategies use."""
         return self.mesh.ranks_along(rank, ["data"])
 
     def compute_fingerprint(self) -> str:

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint: if models are cut, each worker writes its own part into one folder.
+"""Writes and reads checkpoints in parts: with cut models, each worker has its own part.
 
             reserve_folder      write_parts                            the first worker
 worker 0    makes a folder -->  its part, and all uncut tensors  -->   waits for all parts, renames
@@ -52,13 +52,13 @@ class PendingParts:
     """A checkpoint that has a folder, but no parts yet.
 
     Attributes:
-        place: The temporary folder.
-        number: Rank of this worker.
-        rest: State without tensors of cut parameters.
-        mine: Part of this worker, or None if it writes none.
-        writers: Ranks of the workers that write parts.
-        total: Bytes of the parts of all workers.
-        seconds: Seconds that the first worker waits for all parts.
+        folder: The temporary folder.
+        rank: Rank of this worker.
+        uncut_state: State without tensors of cut parameters.
+        own_layout: Part of this worker, or None if it writes none.
+        writer_ranks: Ranks of the workers that write parts.
+        total_nbytes: Bytes of the parts of all workers.
+        timeout_seconds: Seconds that the first worker waits for all parts.
     """
 
     folder: Path
@@ -82,7 +82,7 @@ class PendingParts:
     def collect_parts(
         self, place: Path, before: Callable[[], None] = lambda: None
     ) -> list[WrittenBlocks]:
-        """Call `before`, wait for the parts of all workers, and return their contents."""
+        """Call `before`, then wait for the parts of all workers. Returns their contents."""
         before()
         return pending.collect_parts(place, self.writer_ranks, self.timeout_seconds)
 
@@ -102,10 +102,16 @@ class CutParts:
     def reserve_folder(
         self, folder: Path, state: VersionedState, settle: Callable[[], None]
     ) -> PendingParts:
-        """Make a folder for the checkpoint of `state`, and plan this worker's part. Collective.
+        """Make a folder for a checkpoint, and plan this worker's part. Collective.
 
-        The first worker calls `settle` before it makes the folder. Raises `CheckpointError` on all
-        workers if one of them doesn't see the folder.
+        Args:
+            folder: Folder of all checkpoints of the run.
+            state: State that is saved.
+            settle: Called on the first worker before it makes the folder.
+
+        Raises:
+            CheckpointError: The folder can't be made, or a worker doesn't see it. Raised on all
+                workers.
         """
         agreement, rank, layout = self.agreement, self.agreement.group.rank, self.layout
         layout.equalize_copies()
@@ -132,16 +138,17 @@ class CutParts:
                 layout.writes_part,
                 layout.find_trained,
             )
+            # A host that doesn't share the file system would write its part to a disk of its own.
             if rank in writer_ranks:
                 if not temporary_folder.is_dir():
                     raise CheckpointError(
                         f"worker {rank} doesn't see {temporary_folder}, "
-                        f"and its part of the model is written there: {SHARED_FOLDER_HINT}"
+                        f"and has to write its part of the model there: {SHARED_FOLDER_HINT}"
                     )
                 own_layout = lay_out_blocks(rank, blocks)
             return 0 if own_layout is None else own_layout.layout.nbytes
 
-        # If one worker fails here, all of them raise its error, and nothing stays of the folder.
+        # If one worker fails here, all of them raise its error, and the folder is removed.
         total_nbytes = sum(
             self._run_on_all("run.save, what is cut", plan_own_part, temporary_folder)
         )
@@ -184,14 +191,16 @@ class CutParts:
             described: Result of `pack_places`, from the first worker.
             state: The models, optimizers and other objects to be loaded.
         """
+        # The first worker has checked the tree and the index. The tensors come from the disk, which
+        # every worker must see.
         places = json.loads(described.tree)
         objects, local_states = dict(zip(state.names, state.parts, strict=True)), list[Snapshot]()
 
         def read_own_part() -> int:
             if not path.is_dir():
                 raise CheckpointError(
-                    f"worker {self.agreement.group.rank} doesn't see {path}, and reads its part "
-                    f"there: {SHARED_FOLDER_HINT}"
+                    f"worker {self.agreement.group.rank} doesn't see {path}, and has to read its "
+                    f"part there: {SHARED_FOLDER_HINT}"
                 )
             with BlockReader(path, index_from_json(places["index"])) as reader:
                 local_states.append(

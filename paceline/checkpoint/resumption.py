@@ -1,4 +1,4 @@
-"""Resuming a run: at a call of the script, and by itself after a restart of its job.
+"""Resumes a run: when the script asks for it, and by itself after a restart of its job.
 
 paceline run --restarts 3      first start       | steps 1 ... 140, a checkpoint at 100, then a
                                                  | worker is killed
@@ -51,9 +51,9 @@ class RunResumption:
             start is not None,
             start is not None and start.folder is not None,
         )
-        self._has_resumed = False  # the run looked for a checkpoint
-        self._has_trained = False
-        self._has_warned = False
+        self._has_resumed = False  # the run has looked for a checkpoint
+        self._has_trained = False  # a training loop has begun
+        self._has_warned = False  # of an epoch without a checkpoint
 
     def resume_newest(self, folder: str | Path | None) -> bool:
         """Restore the newest complete checkpoint, as `Run.resume` does. Collective.
@@ -75,7 +75,10 @@ class RunResumption:
             self._resume_from([self._folder.path], named=True)
 
     def training_begins(self) -> None:
-        """Remove steps from the log, once, that an earlier start took and this one takes again."""
+        """Remove steps of earlier starts from the log that this start takes again.
+
+        Called as each training loop begins. Only the first call has an effect.
+        """
         if self._has_trained:
             return
         self._has_trained = True
@@ -101,7 +104,7 @@ class RunResumption:
             and not catalogue.list_newest(self._folder.checkpoints)
         ):
             self._announce(
-                "an epoch is over and nothing is saved: --restarts would begin anew; "
+                "an epoch is over and no checkpoint is saved: --restarts would begin anew; "
                 "call run.save now and then"
             )
 
@@ -123,7 +126,8 @@ class RunResumption:
         path = self._saver.resume_newest(places, named=named)
         if path is None:
             return False
-        # The workers meet after the first new step, wherever the resumed run had its next meeting.
+        # Workers have to meet at the same step. The resumed run may have planned its next meeting
+        # for another one, so they meet after the first new step.
         self._records.meetings.meet_after_step(self._loop.steps_made + 1)
         self._announce(f"resumed from {path} at step {self._loop.steps_made}")
         return True

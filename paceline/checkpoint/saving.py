@@ -1,4 +1,4 @@
-"""Checkpoints of a run. The first worker writes them, either at once or in a background thread.
+"""Saves and resumes a run. The first worker writes checkpoints, at once or in the background.
 
 run.save()                   | collect | write, hash, sync, prune |  train ...
 run.save(background=True)    | collect | copy |  train ...
@@ -82,10 +82,13 @@ class SaveRequest:
 class CheckpointSaver:
     """Saves and resumes the state of a run.
 
-    Invariants: `_background_write` is set while a thread of this worker writes. `_promised_path` is
-    set on all workers by a save in the background, until the write is over (on the worker that
-    writes) or until the next save (on the others). `_background_error` keeps the error of a failed
-    write until `raise_write_error` raises it, once.
+    Invariants:
+        - `_background_write` is set while a thread of this worker writes.
+        - `_promised_path` is set on all workers by a save in the background. It stays until the
+          write is over on the worker that writes, and until the next save on the others.
+        - `_background_error` has the error of a failed write until `raise_write_error` raises it.
+        - `_tally` is the same on all workers after a save, so that any of them can become the
+          first worker.
 
     Args:
         state: State that all workers share.
@@ -122,10 +125,8 @@ class CheckpointSaver:
         self._tables, self._pinned = tables, pinned
         self._copy_memory: CopyMemory | None = None
         self._background_write: BackgroundWrite | None = None
-        self._background_error: CheckpointError | None = (
-            None  # of a background write, not raised yet
-        )
-        self._promised_path: Path | None = None  # path of the last background save
+        self._background_error: CheckpointError | None = None
+        self._promised_path: Path | None = None
         self._tally = SaveTally()
         self._warned_optimizers = set[str]()
         self._best_checkpoint = best.BestCheckpoint(context.announce)
@@ -205,7 +206,8 @@ class CheckpointSaver:
         pending_parts = self._cut_parts.reserve_folder(order.folder, self._state, self.finish_write)
         if self._agreement.group.rank and pending_parts.own_layout is not None and order.background:
             self.wait_for_write()
-            self._background_error = None  # the first worker has raised the same error
+            # The first worker has raised the same error on all workers.
+            self._background_error = None
             self._copy_memory = self._copy_memory or CopyMemory(pinned=self._pinned)
             part_copy = pending_parts.copy_part(self._copy_memory, 0)
             self._background_write = BackgroundWrite(
@@ -221,7 +223,13 @@ class CheckpointSaver:
     def _begin_checkpoint(
         self, order: SaveRequest, worker_layouts: dict[int, FileLayout], cut: PendingParts | None
     ) -> Path:
-        """Write the checkpoint on the first worker, or begin to, and return its path."""
+        """Write the checkpoint on the first worker, or begin to. Returns its path.
+
+        Args:
+            order: The checkpoint.
+            worker_layouts: State of each single rank.
+            cut: The parts of cut models, or None if no model is cut.
+        """
         folder, step, keep = order.folder, order.step, order.keep
         layout = lay_out_snapshot(
             self._state.take_snapshot(copy=False) if cut is None else cut.uncut_state
@@ -259,7 +267,7 @@ class CheckpointSaver:
         target = catalogue.choose_free_path(folder, step)
 
         def write_in_background(moved: Callable[[int], None]) -> Path:
-            # The part of this worker comes first: `collect` then waits for those of all workers.
+            # This worker writes its part first. `collect_parts` then waits for all other parts.
             write_own_part = (
                 partial(part_copy.write_part, moved) if part_copy is not None else lambda: None
             )
@@ -335,8 +343,8 @@ class CheckpointSaver:
 
         Returns the announcement, or an empty text if no checkpoint was lost.
         """
-        # Only a worker that has become the first one can have a promised path and no write of its
-        # own: the first worker before it was lost while it wrote.
+        # A first worker with a promised path and without a write of its own has just become the
+        # first one: the first worker before it was lost, maybe while it wrote.
         promised = self._promised_path
         if (
             promised is None
@@ -370,8 +378,12 @@ class CheckpointSaver:
     def resume_newest(self, folders: Sequence[Path], *, named: bool = True) -> Path | None:
         """Load the newest complete checkpoint of the first folder that has one. Collective.
 
-        Returns the path of the checkpoint on all workers, or None. `named` says whether the user
-        named the run or a folder. It only changes the announcement.
+        Args:
+            folders: Folders of checkpoints, in the order of preference.
+            named: Whether the user has named the run or a folder. Changes only the announcement.
+
+        Returns:
+            The path of the checkpoint, on all workers. None if there is none.
         """
         context, worker_state, is_cut = (
             self._context,
@@ -394,8 +406,8 @@ class CheckpointSaver:
         header = msgpack.unpackb(self._agreement.tell_everyone("run.resume", read))
         if header is None:
             return None
-        # 2. All snapshots go to all workers, one after the other. Of cut models only the places of
-        # tensors are sent: each worker reads its part from the disk itself.
+        # 2. The first worker sends all snapshots to all workers, one after the other. For cut
+        # models it sends only the places of tensors, and each worker reads its part from the disk.
         shared = (
             None
             if not loaded
@@ -418,7 +430,7 @@ class CheckpointSaver:
         if missing_names := self._state.restore_snapshot(state):
             context.announce(
                 f"{Path(header[0]).name} has no {', '.join(missing_names)}, as an earlier version "
-                "wrote it. They stay as they are"
+                "of paceline wrote it; they stay as they are"
             )
         for loader in [part for part in self._state.parts if isinstance(part, ShareLoader)]:
             loader.restart_evaluation()
@@ -434,7 +446,7 @@ class CheckpointSaver:
         if self._agreement.group.size > len(header[1]):
             context.announce(
                 f"the checkpoint was written by {len(header[1])} workers: the random generators of "
-                "the others go on as they are"
+                "the other workers stay as they are"
             )
         self._best_checkpoint.remember_resumed_folder(Path(header[0]).parent)
         return Path(header[0])
@@ -487,7 +499,7 @@ class CheckpointSaver:
 def describe_missing_schedulers(parts: Sequence[Stateful], warned: set[str]) -> Iterator[str]:
     """Yield a warning for each optimizer whose scheduler is not in checkpoints.
 
-    `said` has the names of optimizers that had their warning. The new ones are added to it.
+    `warned` has the names of optimizers that had their warning. The new ones are added to it.
     """
     for optimizer in find_unprepared_schedules(
         [part for part in parts if isinstance(part, Optimizer)], parts
@@ -502,13 +514,14 @@ def describe_missing_schedulers(parts: Sequence[Stateful], warned: set[str]) -> 
 
 
 def _describe_no_checkpoint(folders: Sequence[Path], *, named: bool) -> str:
-    """Describe that no checkpoint is in these folders, and where another run has one."""
+    """Describe that these folders have no checkpoint, and name another run that has one."""
     text = "nothing to resume, training begins anew: "
     text += (
         f"no checkpoint in {', '.join(map(str, folders))}"
         if named
-        else "this run was given no name that an earlier one could have had"
+        else "this run has no name that an earlier run could have had"
     )
+    # Look for the newest checkpoint of the same script in other runs' folders.
     root = folders[0].parent.parent
     places = sorted(
         (place for place in root.glob("*/checkpoints") if place.is_dir()),

@@ -1,4 +1,4 @@
-"""State of a run beside its models and optimizers: its progress, and each worker's own state."""
+"""State of a run besides models and optimizers: its progress, and the state of each worker."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from paceline.sync.abilities import Abilities
 from paceline.sync.base import Sync
 from paceline.sync.route_choice import describe_route, is_same_route
 
-WORKER_STATE_KEYS: Final = frozenset(
-    {"randomness", "sync", "optimizers"}
-)  # keys of each worker's own state
+# Keys of each worker's own state.
+WORKER_STATE_KEYS: Final = frozenset({"randomness", "sync", "optimizers"})
 
 
 class RunProgress:
@@ -37,8 +36,8 @@ class RunProgress:
         self.loop = 0
         self._loops_begun = 0  # loops begun in this process
         self._epochs_at_begin: list[int] = []  # epoch of each loader when this epoch began
-        # Numbers of the loaders whose loop of this epoch was over before the training loop that is
-        # under way began.
+        # Numbers of the loaders whose loop in this epoch had ended when the present training loop
+        # began.
         self._finished_loaders: list[int] = []
 
     def begin_epoch_loop(self) -> bool:
@@ -53,29 +52,31 @@ class RunProgress:
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or continue one that was under way."""
+        # A loader whose loop in this epoch is over has counted the epoch already.
         self._epochs_at_begin = [
-            loader.epoch - (number in self._finished_loaders)
-            for number, loader in enumerate(self._loaders)
+            loader.epoch - (index in self._finished_loaders)
+            for index, loader in enumerate(self._loaders)
         ]
 
     def loop_began(self) -> None:
         """Note which training loops of this epoch are over, as another one begins.
 
-        A training loop inside of another one changes nothing.
+        A training loop inside another one changes nothing.
         """
+        # With exactly one training loop under way, the new one is not inside another.
         if (
             len([loader for loader in self._loaders if loader.terms.training and loader.under_way])
             == 1
         ):
-            numbered = enumerate(zip(self._loaders, self._epochs_at_begin, strict=False))
+            indexed = enumerate(zip(self._loaders, self._epochs_at_begin, strict=False))
             finished = (
-                (number, loader)
-                for number, (loader, first_epoch) in numbered
+                (index, loader)
+                for index, (loader, first_epoch) in indexed
                 if loader.epoch > first_epoch and not loader.under_way
             )
             self._finished_loaders = [
-                number
-                for number, loader in finished
+                index
+                for index, loader in finished
                 if loader.terms.training and not loader.terms.last_epoch_idle
             ]
 
@@ -87,15 +88,15 @@ class RunProgress:
     def state_dict(self) -> dict[str, Any]:
         """State for `load_state_dict`.
 
-        Inside of the loop body the current step counts as taken, as it does for the loader.
+        Inside the loop body the present step counts as taken, as it does for the loader.
         """
-        led_step = self._loop.leading_turn
-        in_step = led_step is not None
+        in_step = self._loop.leading_turn is not None
         training = [
             (loader, began)
             for loader, began in zip(self._loaders, self._epochs_at_begin, strict=False)
             if loader.terms.training
         ]
+        # Between the last training loop and the end of the epoch, the epoch counts as finished.
         under_way = any(loader.under_way for loader, _ in training)
         epoch_is_over = any(loader.epoch > began for loader, began in training) and not under_way
         finished = self._finished_loaders if under_way else []
@@ -112,11 +113,11 @@ class RunProgress:
         # The next loop that the script begins is the one that was under way.
         self._loops_begun = min(self._loops_begun, max(self.loop - 1, 0))
         self._finished_loaders = [
-            number for number in state.get("through", ()) if number < len(self._loaders)
+            index for index in state.get("through", ()) if index < len(self._loaders)
         ]
         # These loaders give no batches once, as their loop of this epoch is over.
-        for number, loader in enumerate(self._loaders):
-            loader.skip_next_epoch(number in self._finished_loaders)
+        for index, loader in enumerate(self._loaders):
+            loader.skip_next_epoch(index in self._finished_loaders)
         self._loop.go_to_step(state["steps"])
 
 
@@ -126,15 +127,16 @@ class WorkerState:
 
     Attributes:
         randomness: The random generators of this worker.
-        sync: The strategy. Its own state, such as residuals, belongs to the worker.
+        sync: The strategy. Its state, such as residuals, belongs to this worker alone.
         abilities: The abilities of the strategy.
         optimizers: The optimizers. They are saved here only if they differ between workers.
         layout: How models are cut between workers, and so which workers have equal states.
         say: Called with a message about state that can't be loaded.
         log: Logged values of steps that aren't written yet, if the job may be started again.
-        route: The route between hosts, if a measured cluster has decided it. Sums that took another
-            route may differ in their last bits.
-        generator: The generator of `randomness` that belongs to a place, not to a rank.
+        route: The route between hosts, if a measured cluster has decided it. On another route, sums
+            may differ in their last bits.
+        generator: The generator among `randomness` that belongs to a place of the grid, not to a
+            rank.
     """
 
     randomness: GeneratorStates
@@ -183,12 +185,13 @@ class WorkerState:
                 raise CheckpointError(
                     f"the state of worker {other} lacks {', '.join(sorted(missing))}: "
                     "another version of paceline has saved it; "
-                    f"resume with that version, or remove this checkpoint"
+                    "resume with that version, or remove this checkpoint"
                 )
         self._compare_route(next((state.get("route") for state in states.values()), None))
         # A strategy's state depends on the cuts. It is loaded only if they are the same as before.
         fingerprint = self.layout.compute_fingerprint() if self.layout.is_cut else ""
         cuts_are_same = all(state.get("layout", "") == fingerprint for state in states.values())
+        # The state of this place may have been saved by another rank; other places' are ignored.
         for state in states.values():
             if "generator" in state["randomness"]:
                 self.generator.load_state_dict(state["randomness"]["generator"])
@@ -199,7 +202,7 @@ class WorkerState:
         if not cuts_are_same:
             if any(state["sync"] or state["optimizers"] for state in states.values()):
                 self.say(
-                    "models were cut in another way when this was saved: "
+                    "models were cut in another way when this checkpoint was saved: "
                     "the state of the strategy (such as residuals) begins anew"
                 )
             return
@@ -210,10 +213,10 @@ class WorkerState:
         self.sync.load_state_dicts([states[other]["sync"] for other in replicas if other in states])
 
     def _compare_route(self, saved: dict[str, Any] | None) -> None:
-        """Say so if exchanges between hosts took another route when this was saved."""
+        """Announce if exchanges between hosts took another route when the state was saved."""
         if not is_same_route(saved, self.route):
             self.say(
                 f"exchanges between hosts went {describe_route(saved)} when this was saved, and go "
-                f"{describe_route(self.route)} now: "
-                "sums may differ in their last bits; start both with the same --cluster"
+                f"{describe_route(self.route)} now: sums may differ in their last bits; start both "
+                "runs with the same --cluster"
             )

@@ -23,7 +23,7 @@ TABLE_PREFIX = "table-"
 
 
 def lay_out_tables(tables: Sequence[RunTable]) -> Iterator[tuple[str, FileLayout]]:
-    """Yield the names and layouts of all parts. The first part of a table describes it."""
+    """Yield the name and layout of each part. The first part of a table describes the table."""
     for table_number, table in enumerate(tables):
         spec, facts = table.lookup.spec, table.lookup.summarize_rows()
         header = {"name": table.name, "spec": spec.to_plain_data(), "count": facts["count"]}
@@ -59,7 +59,7 @@ def restore_tables(tables: Sequence[RunTable], loaded: Checkpoint) -> bytes:
             f"{', '.join(current) or 'none'}: build the same "
             "model and optimizers as in the run that saved it"
         )
-    # Rows that aren't in the checkpoint are made again from the seed. The parts put the others.
+    # Clearing makes all rows again from the seed. Then the parts replace the rows that were saved.
     for table, (prefix, header) in zip(tables, headers.items(), strict=True):
         table.lookup.clear_rows(header["spec"]["seed"], header["count"])
         for name in names:

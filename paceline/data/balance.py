@@ -37,8 +37,8 @@ class SpeedCurve:
     def __post_init__(self) -> None:
         if not (0 < self.per_unit < math.inf and 0 <= self.fixed < math.inf):
             raise DataError(
-                f"{self.per_unit} s for a sample, and {self.fixed} s besides, is no speed: "
-                "leave out a worker that doesn't move"
+                f"{self.per_unit} s for a sample and {self.fixed} s besides are no speed: give "
+                "numbers of seconds, above 0 for a sample, and leave out a worker that stands still"
             )
 
     def __call__(self, units: float) -> float:
@@ -90,6 +90,8 @@ def _divide_ideally(
     def until(seconds: float) -> tuple[float, ...]:
         return tuple(max(curve.units_in(seconds), least) for curve in curves)
 
+    # Bisect for the time at which all workers together have done `total` units. It is at most the
+    # time that the slowest would need alone.
     low, high = 0.0, max(curve(total) for curve in curves)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
@@ -185,6 +187,7 @@ class WorkerSpeeds:
         )
 
     def _guess_curve(self, origin: int, host: str, origins: Sequence[int]) -> SpeedCurve:
+        """Look up a worker's curve, or guess it by the workers that are most similar."""
         if origin in self.measured:
             return self.measured[origin][1]
         on_host = {other: curve for other, (name, curve) in self.measured.items() if name == host}
@@ -210,6 +213,8 @@ class WorkerSpeeds:
         if len(state["origins"]) != len(origins):
             return
         self.per_sample = state["per_sample"]
+        # Workers have new numbers in this run. Speeds of workers that had left before the state was
+        # saved keep their numbers, unless a present worker has the same one.
         new_origins = dict(zip(state["origins"], origins, strict=True))
         departed = {origin for origin, *_ in state["curves"]} - set(new_origins) - set(origins)
         self.measured = {

@@ -1,4 +1,4 @@
-"""The lifetime of a batch: which of its tensors a script still holds after its turn."""
+"""Tells which tensors of a batch a script still holds after the batch's turn."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def track_batch(batch: Any) -> LentTensors:
 
     Tensors that the data set also keeps are left out.
     """
+    # A count above the measured one means that something else holds the batch too, so that it
+    # would seem to be held by the script for ever.
     references: LentTensors = []
     if sys.getrefcount(batch) <= _BATCH_REFERENCES:
         _collect_references(batch, references, _TENSOR_REFERENCES)
@@ -29,7 +31,7 @@ def track_batch(batch: Any) -> LentTensors:
 
 def is_alive(batch: LentTensors) -> bool:
     """Whether a tensor of the batch is still held."""
-    # asked in each turn: a generator costs more than the loop
+    # This runs in each turn, and a generator costs more than the loop.
     for reference in batch:  # noqa: SIM110
         if reference() is not None:
             return True
@@ -59,6 +61,7 @@ def storage_addresses(values: Iterable[Any]) -> Iterator[int]:
 
 
 def _collect_references(value: Any, references: LentTensors, most: int) -> None:
+    """Collect references to the values that have at most `most` references of their own."""
     if isinstance(value, _ROWS):
         if sys.getrefcount(value) <= most:
             references.append(weakref.ref(value))
@@ -88,8 +91,8 @@ def _count_list_references() -> tuple[int, int]:
         for part in batch:
             count(part)
 
-    held = [[torch.empty(0)]]
-    walk(held[0])
+    batches = [[torch.empty(0)]]
+    walk(batches[0])
     return counts[0], counts[1]
 
 

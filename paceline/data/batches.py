@@ -28,10 +28,10 @@ def count_rows(batch: Any, *, missing: int | None = None) -> int:
     if len(sizes) != 1:
         if missing is not None:
             return missing
-        said = "no tensor with rows" if not sizes else f"tensors of {sorted(sizes)} rows"
+        contents = "no tensor with rows" if not sizes else f"tensors of {sorted(sizes)} rows"
         raise DataError(
-            f"a batch has {said} in it, and can't be cut along dim 0: {ADVICE}, all with the same "
-            "number of rows"
+            f"a batch has {contents} in it, and can't be cut along dim 0: {ADVICE}, all with the "
+            "same number of rows"
         )
     return int(sizes.pop())
 
@@ -43,12 +43,13 @@ def cut_rows(batch: Any, start: int, stop: int, count: int) -> Any:
     values are kept as they are.
     """
 
-    def leaf(value: Any) -> Any:
+    # A value of another length has no row per sample, so each worker gets all of it.
+    def cut_leaf(value: Any) -> Any:
         if isinstance(value, Tensor | np.ndarray):
             return value[start:stop] if value.ndim > 0 and value.shape[0] == count else value
         return value[start:stop] if _is_column(value) and len(value) == count else value
 
-    return _map_leaves(batch, leaf)
+    return _map_leaves(batch, cut_leaf)
 
 
 def _is_column(value: Any) -> bool:
@@ -99,6 +100,7 @@ def tokens(
                 f"in a batch, which is {has}: say at which name or place it has its labels"
             )
         counted, inputs = labels != ignore, parts.get("input_ids")
+        # Causal language models of transformers get their input as labels, and shift them.
         shifted = shift
         if shifted is None and isinstance(inputs, Tensor) and inputs.shape == labels.shape:
             shifted = bool(((inputs == labels) | ~counted).all())
@@ -108,7 +110,7 @@ def tokens(
 
 
 def find_unevenly_ignored(batch: Any) -> Any | None:
-    """Key of labels of which losses ignore different numbers per sample; None if there are none."""
+    """Find labels with different numbers of ignored ones per sample. Returns their key, or None."""
     for key, value in _direct_items(batch):
         if (
             isinstance(value, Tensor)
@@ -137,6 +139,7 @@ def _direct_items(batch: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _map_leaves(batch: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Copy a batch, with the result of `leaf` in place of each tensor, array and column."""
     if isinstance(batch, Tensor | np.ndarray) or _is_column(batch):
         return leaf(batch)
     if type(batch) is dict:
@@ -145,6 +148,7 @@ def _map_leaves(batch: Any, leaf: Callable[[Any], Any]) -> Any:
         return type(batch)(*(_map_leaves(value, leaf) for value in batch))
     if isinstance(batch, list | tuple):
         return type(batch)(_map_leaves(value, leaf) for value in batch)
+    # Objects of a script's own class. Its `__setattr__` may refuse, as a frozen dataclass does.
     fields = attributes_of(batch)
     if fields is not None:
         other = copy.copy(batch)

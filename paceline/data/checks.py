@@ -1,4 +1,4 @@
-"""Checks that a loader can be dealt, with the options that a script gives."""
+"""Checks that a loader can be dealt with the options that a script gives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from paceline.formatting import describe_unknown_choice
 def check_loader(loader: DataLoader[Any], loss: str, weigh: Weigh | None) -> None:
     """Raise `DataError` for a loader that can't be dealt, or not with these options."""
     kind = type(loader)
+    # Private: breaks if torch's DataLoader no longer makes its iterator by `_get_iterator`.
     if (
         not isinstance(loader, DataLoader)
         or kind.__iter__ is not DataLoader.__iter__
         or kind._get_iterator is not DataLoader._get_iterator
     ):
         raise DataError(
-            f"a {kind.__qualname__} can't be dealt, as it reads in its own way: "
+            f"a {kind.__qualname__} can't be dealt, as it has its own way of reading: "
             "give a plain torch.utils.data.DataLoader"
         )
     if not loader.in_order:
@@ -40,8 +41,8 @@ def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
         )
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            "cost= looks at samples before they are dealt, and those of a stream are known once "
-            "they are read: leave it out, let the "
+            "cost= needs samples before they are dealt, and the samples of a stream aren't known "
+            "before they are read: leave it out, let the "
             "stream give samples that are alike, or use a data set with indices"
         )
     if loader.batch_sampler is None:
@@ -51,13 +52,13 @@ def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
         )
     if not lockstep:
         raise DataError(
-            "cost= evens out what workers in lockstep wait for, and with staleness or "
-            "backup_workers each takes samples when it is ready: leave it out"
+            "cost= evens out the time that workers in lockstep wait for each other, and with "
+            "staleness or backup_workers each takes samples when it is ready: leave it out"
         )
 
 
 def check_options(loss: str, weigh: Weigh | None) -> None:
-    """Raise `DataError` for options by which no loader can be dealt."""
+    """Raise `DataError` for options with which no loader can be dealt."""
     if wrong := describe_unknown_choice("loss", loss, Loss):
         raise DataError(f"{wrong} (as the loss function's reduction is)")
     if loss == "sum" and weigh is not None:

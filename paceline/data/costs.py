@@ -30,9 +30,8 @@ Cost = Callable[[Any], float]
 """Sample of a data set -> its cost: a number, zero or more, such as a length."""
 
 MAX_EXCESS = 1.01  # a worker's sum / its part of all costs, above which samples are exchanged
-MIN_RELATIVE_COST = (
-    1e-6  # times the mean cost: added to each sample, so that samples of cost 0 count
-)
+# Times the mean cost: added to each sample, so that samples of cost 0 count.
+MIN_RELATIVE_COST = 1e-6
 MAX_EXCHANGES = 8  # most exchanges per worker
 BISECTIONS = 40  # steps of the bisection for the smallest padded cost
 
@@ -182,6 +181,7 @@ def _exchange_samples(heavy: _Load, light: _Load) -> bool:
     """
     # Cost that has to move so that both have the same sum in proportion to their parts.
     wanted = (heavy.cost * light.part - light.cost * heavy.part) / (heavy.part + light.part)
+    # Try each different cost of the heavy worker's samples once.
     best: tuple[float, tuple[float, int], tuple[float, int] | None] | None = None
     last = -1.0
     for sample in heavy.samples:

@@ -1,4 +1,4 @@
-"""Dynamic dealing of map-style data for workers out of lockstep: each takes samples when ready.
+"""Deals map-style data to workers that are out of lockstep: each takes samples when it is ready.
 
     global batches   | 0: a a a b b b c c c | 1: a a a c c c a a a | 2: b b b ...
                        a, b, c: worker that has taken the sample
@@ -28,8 +28,8 @@ INDICES_AT_ONCE = 1 << 20  # indices to draw at a time, about
 class StepSamples(NamedTuple):
     """Numbers of samples in a step of one worker."""
 
-    samples: int  # of this worker
-    whole: int  # of the global batch that they belong to
+    samples: int  # samples of this worker
+    whole: int  # samples of the global batch that they belong to
 
 
 class QueueFeed(IndexFeed):
@@ -92,9 +92,8 @@ class DynamicPipeline(IndexedPipeline):
         self._sample_queue = sample_queue
         self._feed: QueueFeed = QueueFeed(terms, sample_queue)
         self._epoch = 0
-        self._in_training_epoch = (
-            False  # an epoch of training is under way, or workers have met in it
-        )
+        # Whether an epoch of training is under way, or workers have met in it.
+        self._in_training_epoch = False
 
     @property
     def is_apart(self) -> bool:
@@ -127,10 +126,10 @@ class DynamicPipeline(IndexedPipeline):
         shares = terms.shares(self._feed.batch_size)
         if 0 in shares:
             raise UsageError(
-                f"the shares of a batch of {self._feed.batch_size} are {shares}, and a worker that "
-                "takes "
-                "0 samples never trains: give each worker a share above 0"
+                f"the shares of a batch of {self._feed.batch_size} are {shares}, and a worker with "
+                "a share of 0 never trains: give each worker a share above 0"
             )
+        # From here on workers take pieces of the drawn batches, each at its own pace.
         self._feed.step_samples.clear()
         self._feed.latest_batch = start - 1
         self._in_training_epoch = True
@@ -139,6 +138,7 @@ class DynamicPipeline(IndexedPipeline):
     def deal_step(self, index: int) -> GlobalBatch | None:
         if not self.terms.training:
             return super().deal_step(index)
+        # Each piece counts as a step of this worker, with its part of the global batch as weight.
         part = self._read_piece()
         self._last_step = self._feed.latest_batch
         if part is None:
@@ -182,6 +182,8 @@ class DynamicPipeline(IndexedPipeline):
         """
         indices = self._epoch_indices
         start = indices.end_of_batches
+        # All workers must be inside before the queue gets new samples, so that none of them takes
+        # the end of the old part for the end of the epoch.
         with self._sample_queue.together():
             indices.fetch_chunk(start)
             if indices.batch_of(start) is None:

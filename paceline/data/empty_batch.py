@@ -55,16 +55,18 @@ def collate_empty(collate: Collate, sample: Any, *, surely: bool = True) -> Any:
 
 def _make_error(value: Any) -> DataError:
     return DataError(
-        "a worker has an empty share of an evaluation batch, and a batch of no rows can't be made "
-        f"of a {type(value).__qualname__}: "
+        "a worker has an empty share of an evaluation batch, and a batch without rows can't be "
+        f"made from a {type(value).__qualname__}: "
         f"{ADVICE}; let every batch have at least one sample per worker; "
         "or say prepare(..., pad=True), and such a worker gets the first sample of the batch"
     )
 
 
 class _Emptier:
+    """Removes the rows of a batch: recursion over `one` and `two`, side by side."""
+
     def __init__(self) -> None:
-        self.grown = 0  # how many tensors and lists have rows
+        self.grown = 0  # number of tensors and lists with rows
 
     def empty_value(self, one: Any, two: Any) -> Any:
         if type(one) is not type(two) or isinstance(one, PackedSequence | set):
@@ -82,26 +84,27 @@ class _Emptier:
     def _empty_tensor(self, one: Any, two: Any) -> Any:
         if isinstance(one, Tensor) and (one.is_nested or one.layout is not torch.strided):
             raise _make_error(one)
-        differ = [
+        # The dim of the rows is the one that has grown.
+        grown_dims = [
             dim for dim, (a, b) in enumerate(zip(one.shape, two.shape, strict=False)) if a != b
         ]
-        if one.ndim != two.ndim or len(differ) > 1:
+        if one.ndim != two.ndim or len(grown_dims) > 1:
             raise _make_error(one)
-        if not differ:
+        if not grown_dims:
             return _keep_same(one, two)
-        dim = differ[0]
+        dim = grown_dims[0]
         return one[
             (slice(None),) * dim
             + (slice(self._length_without_rows(one, one.shape[dim], two.shape[dim])),)
         ]
 
     def _length_without_rows(self, value: Any, one: int, two: int) -> int:
-        """Length without rows: rows leave nothing, and edges between rows leave one."""
-        left = 2 * one - two
-        if left < 0:
+        """Length without rows: 0, or 1 for the bounds between rows, which are one more."""
+        length = 2 * one - two
+        if length < 0:
             raise _make_error(value)
         self.grown += 1
-        return left
+        return length
 
     def _empty_mapping(self, one: dict[Any, Any], two: dict[Any, Any]) -> Any:
         if one.keys() != two.keys():
@@ -118,15 +121,16 @@ class _Emptier:
         return kind(*inner) if hasattr(one, "_fields") else kind(inner)
 
     def _empty_object(self, one: Any, two: Any) -> Any:
-        mine, others = attributes_of(one), attributes_of(two)
-        if mine is None or others is None or mine.keys() != others.keys():
-            if mine is None and bool(one == two):
+        fields, fields_of_two = attributes_of(one), attributes_of(two)
+        if fields is None or fields_of_two is None or fields.keys() != fields_of_two.keys():
+            if fields is None and bool(one == two):
                 return one
             raise _make_error(one)
-        other = copy.copy(one)
-        for name, value in mine.items():
-            object.__setattr__(other, name, self.empty_value(value, others[name]))
-        return other
+        # A frozen dataclass refuses the usual assignment.
+        empty = copy.copy(one)
+        for name, value in fields.items():
+            object.__setattr__(empty, name, self.empty_value(value, fields_of_two[name]))
+        return empty
 
 
 def _keep_same(one: Any, two: Any) -> Any:
@@ -138,8 +142,10 @@ def _keep_same(one: Any, two: Any) -> Any:
 
 
 def _empty_plain(one: Any, two: Any) -> Any:
-    if one == two or repr(one) == repr(two):  # a NaN doesn't equal itself
+    # A NaN doesn't equal itself, but its text does.
+    if one == two or repr(one) == repr(two):
         return one
+    # A count, or a sum over samples.
     if type(one) in (int, float):
-        return 2 * one - two  # a count, or a sum over samples
+        return 2 * one - two
     raise _make_error(one)

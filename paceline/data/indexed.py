@@ -1,4 +1,4 @@
-"""Dealing of map-style data: a DataLoader reads this worker's share of each batch.
+"""Deals map-style data: a DataLoader reads this worker's share of each batch.
 
     EpochIndices --global batches--> IndexFeed --this worker's share--> DataLoader --> batches
                                          |                                               |
@@ -120,6 +120,7 @@ class IndexFeed:
     def _cut_by_cost(self, batch: Any) -> Iterator[tuple[Any, SharePart]]:
         rank, deal = self.terms.rank, self.deal_by_cost(self._step, batch)
         share, count = len(deal.places[rank]), len(batch)
+        # An empty share reads the first sample of the batch, once or twice, as in `_cut_batch`.
         twice = not share and not self.requests_ghosts
         yield (
             deal.indices_of(batch, rank) if share else batch[:1],
@@ -167,6 +168,7 @@ class IndexedPipeline(Pipeline):
             if state is None
             else bool(state["seeded"])
         )
+        # The states before any draw: from them, the order can be drawn again.
         origin = {
             "own": rng.get_own_state(loader),
             "shared": order.get_shared_state(),
@@ -327,9 +329,10 @@ class IndexedPipeline(Pipeline):
 
     def _read_part(self) -> tuple[SharePart, Any]:
         """Read the next part that isn't discarded, with its batch."""
-        held, self._peeked = self._peeked, None
-        if held is not None and held[0] == self._feed.round:
-            return held[1]
+        peeked, self._peeked = self._peeked, None
+        if peeked is not None and peeked[0] == self._feed.round:
+            return peeked[1]
+        # Batches come in the order of the requests. Skip those of earlier rounds.
         reopened = False
         while True:
             assert self._batches is not None

@@ -1,4 +1,4 @@
-"""The loader that a script iterates: this worker's share of each global batch.
+"""Deals a script's DataLoader: each worker iterates over its share of each global batch.
 
 The global batches are the same for any number of workers.
 """
@@ -39,25 +39,29 @@ class Turn:
 
     index: int  # step in the epoch
     epoch: int
-    global_batch: int  # samples of the step, over all workers
-    share: int  # this worker's of this turn
-    weight: float  # this worker's of this turn: samples, or what `weigh` says
-    total: float  # the weights of the whole step, over all workers
-    ghost: bool  # the batch is another's: weight 0, its gradients are to be replaced by zeros
+    global_batch: int  # samples of all workers
+    share: int  # samples of this worker
+    weight: float  # weight of this worker's part: its samples, or the result of `weigh`
+    total: float  # weight of all workers' parts together
+    ghost: bool  # the batch is a ghost: its weight is 0, and zeros replace its gradients
     train: bool
-    scale: float  # the factor of this worker's gradients before they are summed over workers
-    source: int | None = None  # where some worker has a ghost: the first one that has samples
-    units: float = 0.0  # of work in this worker's share: its samples, or what they cost
-    # of each rank, in this batch: where they don't lie in order of ranks
+    scale: float  # factor of this worker's gradients before they are summed over workers
+    source: int | None = None  # first rank with samples, if some worker has a ghost
+    units: float = 0.0  # work in this worker's share: its samples, or their cost
+    # Per rank: its rows in the global batch. None: shares lie one after the other.
     rows: Sequence[Sequence[int]] | None = None
 
 
 class LoaderObserver(Protocol):
-    """Callbacks of a loader as it moves, in the thread that iterates it.
+    """Callbacks of a loader, in the thread that iterates over it.
 
-    `prepare_epoch` comes before all workers meet for an epoch. `generation` is asked before each
-    step if the membership `changes`, and counts how often it has changed: the loader deals to those
-    that there are now, once all have come to the same step.
+        prepare_epoch, begin_epoch -> begin_turn -> end_turn -> end_epoch
+                                          ^            |
+                                          +------------+
+
+    `prepare_epoch` is called before all workers meet for an epoch. `generation` is called before
+    each step if the membership can change (`changes`). It counts the changes of the membership; if
+    it rises, the loader deals to the present workers, once all of them are at the same step.
     """
 
     changes: bool
@@ -73,13 +77,13 @@ class LoaderObserver(Protocol):
 class NoObserver:
     """A `LoaderObserver` that does nothing."""
 
-    changes = True  # for subclasses that say so
+    changes = True  # subclasses may override `generation`
 
     def prepare_epoch(self, loader: ShareLoader) -> None:
         """Do nothing."""
 
     def generation(self, loader: ShareLoader) -> int:
-        """Return 0: the workers stay."""
+        """Generation 0: the workers stay the same."""
         return 0
 
     def begin_epoch(self, loader: ShareLoader) -> None:
@@ -113,31 +117,40 @@ def deal_loader(
     sample_queue: SampleQueue | None = None,
     order: SampleOrder | None = None,
 ) -> ShareLoader:
-    """Deal `loader`, whose batch size is that of all workers together.
+    """Deal a DataLoader, whose batch size is that of all workers together.
 
     All workers call this with the same arguments.
 
     Args:
+        loader: The script's DataLoader.
+        agreement: The workers.
         shares: None (equal), one number per rank (ratios), a policy (samples of a global batch ->
-            shares), or "auto": by `speeds`, as far as known.
-        weigh: Function from a batch to its weight, if the loss is a mean over something else than
-            samples.
+            shares), or "auto" (by `speeds`, once they are measured). Default: None.
+        speeds: Measured speeds of the workers, for shares="auto". Default: none so far.
+        loss: Reduction of the script's loss function: "mean" or "sum". Default: "mean".
+        weigh: Function from a batch to its weight, if the loss is a mean over something other than
+            samples. Default: the number of samples.
         cost: Function from a sample to its cost. Sums of costs are in proportion to shares.
+            Default: samples are dealt by count.
         train: Whether the loader is for training. None: `torch.is_grad_enabled()` at iter().
-        pad: Whether an empty share is a ghost (the first sample of the batch) in evaluation, too,
-            and not a batch of no rows.
-        shard: "mine" for a stream that gives each rank its own samples; else each worker reads all.
-        say: Called, once each, with surprising costs.
-        move: Brings each batch to a device.
-        sample_queue: Queue from which workers out of lockstep take samples to train on.
-        order: Sample order that several loaders share.
+        pad: Whether an empty share in evaluation is a ghost (the first sample of the batch), as in
+            training, and not a batch without rows. Default: False.
+        shard: "mine" for a stream that gives each rank its own samples; otherwise each worker reads
+            all samples.
+        hooks: Observer of the loader. Default: none.
+        say: Called with each message for the user, once. Default: ignored.
+        move: Moves each batch to a device. Default: it stays.
+        sample_queue: Queue from which workers out of lockstep take samples to train on. Default:
+            workers are in lockstep.
+        order: Sample order that several loaders share. Default: an order of its own.
 
     Raises:
-        DataError: The loader can't be dealt: a DistributedSampler, a stream that shards itself, no
-            length, no batch.
+        DataError: The loader can't be dealt. For example, it has a DistributedSampler, a stream
+            that shards itself, no length, or no batch.
+        UsageError: `weigh` is given, and workers are out of lockstep.
     """
     check_loader(loader, loss, weigh)
-    dealt = make_policy(shares, agreement.group.size)
+    policy = make_policy(shares, agreement.group.size)
     options: dict[str, Any] = {
         "train": train,
         "pad": pad,
@@ -146,7 +159,8 @@ def deal_loader(
         "move": move,
         "order": order or SampleOrder(),
     }
-    terms = LoaderSpec(loader, agreement, dealt, loss=loss, weigh=weigh, asked=shares, **options)
+    terms = LoaderSpec(loader, agreement, policy, loss=loss, weigh=weigh, asked=shares, **options)
+    # The outline is taken now, as a script may change its data set later.
     if not agreement.is_alone:
         terms.outline_data()
     if cost is not None:
@@ -157,6 +171,7 @@ def deal_loader(
         terms.follow_speeds(WorkerSpeeds() if speeds is None else speeds)
     if sample_queue is not None and train is not False:
         check_out_of_lockstep(terms)
+    # Streams and map-style data have pipelines of their own.
     if isinstance(loader.dataset, IterableDataset):
         check_stream(terms)
         return ShareLoader(terms, StreamPipeline(terms), hooks or NoObserver())
@@ -176,39 +191,49 @@ def deal_loader(
 class ShareLoader:
     """An iterable over this worker's share of each global batch.
 
-    Everything else (`dataset`, `batch_size`, ...) is that of the user's DataLoader. A step of
-    `len()` is one global batch. `turn` is the present turn.
+    Its length is the number of global batches. All other attributes (`dataset`, `batch_size`, ...)
+    are those of the user's DataLoader.
+
+    Invariants:
+        - `turn` is set from the moment a batch is given to the script until its turn has ended.
+        - `_open` is true from iter() to the end of the epoch. `_repeats`, `_stale` and `_ending`
+          are true only while it is.
+        - `_index` is the step of `turn`, or the next step if there is no turn. `epoch` is the epoch
+          under way, or the next one.
+        - Only the iterator of the newest iter(), by `_round`, may move the loader.
+        - `_resumed` is set from `load_state_dict` to the next iter().
     """
 
     def __init__(self, terms: LoaderSpec, pipeline: Pipeline, hooks: LoaderObserver) -> None:
         self.terms = terms
         self.hooks = hooks
         self.turn: Turn | None = None
-        # with the batch of the last turn of training, where there are several workers
+        # References to the batch of the last turn of training, if there are several workers.
         self.lent_batch: LentTensors = []
-        self.epoch = 0  # the one under way, or the next
+        self.epoch = 0
         self._pipeline = pipeline
-        self._index = 0  # the step under way, or the next
+        self._index = 0
         self.ran_through = False  # the last epoch was not left by `break`
-        self._round = 0  # counts iter()
-        self._open = False  # between the first batch of an epoch and its end
-        self._repeats = False  # the present step is to be dealt again
-        self._stale = False  # what was read ahead is dealt by outdated shares
-        self._ending = False  # no further step of this epoch is wanted
-        self._resumed: dict[str, Any] | None = None
-        self._left_out = False  # the next iter() gives nothing
-        self._generation = 0  # of the workers that are dealt to
+        self._round = 0  # number of calls of iter()
+        self._open = False
+        self._repeats = False  # the present step is dealt again next
+        self._stale = False  # batches that were read ahead are dealt by outdated shares
+        self._ending = False  # the epoch ends after the present step
+        self._resumed: dict[str, Any] | None = None  # saved position at which the next epoch begins
+        self._left_out = False  # the next iter() gives no batches
+        self._generation = 0  # generation of the workers that batches are dealt to
 
     def __len__(self) -> int:
         if self.terms.shard == "mine" and not self.terms.is_alone:
             raise TypeError(
-                "the length of a stream that shards itself by rank is not known: "
-                "no worker knows the others' parts"
+                "the length of a stream that shards itself by rank is unknown: each worker knows "
+                "only its own part"
             )
         return len(self.terms.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "terms":  # not there yet: a copy or a pickle is being made
+        # Copying and unpickling ask for attributes before `terms` is set.
+        if name == "terms":
             raise AttributeError(name)
         return getattr(self.terms.loader, name)
 
@@ -218,18 +243,22 @@ class ShareLoader:
         if self._left_out:
             self._left_out = False
             return iter(())
+        # 1. Learn which workers there are, and deal to them.
         terms = self.terms
         terms.begin_epoch()
         self.hooks.prepare_epoch(self)
+        # A single worker needs the outline as well if others may join later.
         if terms.agreement.recovery is not None:
-            terms.outline_data()  # of one worker alone, too: others may join later
+            terms.outline_data()
         if (now := self.hooks.generation(self)) != self._generation:
             self._generation = now
             terms.set_shares(terms.shares_of_present())
+        # 2. Check that all workers begin the same epoch on the same terms.
         state, self._resumed = self._resumed, None
         _compare_terms(
             self.terms, "epoch", self._list_position(0 if state is None else state["step"])
         )
+        # 3. Draw the order of the samples, and start to read.
         self._index = self._pipeline.begin_epoch(self.epoch, state)
         self._open = True
         self.hooks.begin_epoch(self)
@@ -237,25 +266,27 @@ class ShareLoader:
 
     @property
     def length(self) -> int | None:
-        """The result of `len()`, None where it isn't known."""
+        """Result of `len()`, or None if the length is unknown."""
         try:
             return len(self)
         except (TypeError, NotImplementedError):
-            # what a sampler or a stream without a length raises
+            # Raised by samplers and streams without a length.
             return None
 
     @property
     def under_way(self) -> bool:
-        """Whether an epoch has begun that has not ended, nor been left by `break`."""
+        """Whether an epoch has begun and has not ended, by its last batch or by `break`."""
         return self._open
 
     def reshare(self, shares: RequestedShares) -> None:
-        """Deal by other shares from the next step on (from this one, with `again`).
+        """Deal by other shares from the next step on.
 
-        All workers call it in the same turn.
+        If the present turn is repeated, they apply to it already. All workers call this in the same
+        turn.
         """
         self.terms.set_shares(shares)
         _compare_terms(self.terms, "shares", [])
+        # Inside a turn, batches are dealt again when the turn has ended.
         self._stale = self._open
         if self.turn is None:
             self._deal_again_if_stale()
@@ -263,8 +294,8 @@ class ShareLoader:
     def repeat_turn(self, shares: RequestedShares = None) -> None:
         """Deal the present global batch again after this turn, by `shares` if they are given.
 
-        All workers call it in the same turn. If the loop was left by `break`, the epoch has ended,
-        and nothing comes again.
+        All workers call this in the same turn. If the script has left the loop by `break`, the
+        epoch has ended, and nothing is dealt again.
         """
         if self.turn is None:
             raise DataError(
@@ -276,14 +307,17 @@ class ShareLoader:
         self._repeats = self._open
 
     def regroup(self, agreement: Agreement, shares: RequestedShares = None) -> None:
-        """Go on with other workers: deal the present global batch again, in the group of
-        `agreement`.
+        """Continue with other workers, and deal the present global batch to them again.
 
-        All workers of that group call this.
+        All workers of the new group call this.
+
+        Args:
+            agreement: The new workers.
+            shares: Their shares. Default: equal.
         """
         self.terms.regroup(agreement, shares)
         facts = self._list_position(self._pipeline.common_step(self._index))
-        # as a worker that joins in the middle of an epoch does
+        # A worker that joins in the middle of an epoch makes the same comparison in iter().
         _compare_terms(self.terms, "epoch", facts)
         if self._open:
             self._repeats = self.turn is not None
@@ -293,9 +327,11 @@ class ShareLoader:
         return [self.epoch, step, self.terms.training]
 
     def _follow_membership(self) -> bool:
-        """Deal to the present workers; whether they have changed."""
+        """Deal to the present workers if they have changed. Returns whether they have."""
         changed = False
+        # The workers may change again during the regrouping, so ask until they stay the same.
         while (now := self.hooks.generation(self)) != self._generation:
+            # Out of lockstep, the queue deals to the present workers by itself.
             if self._pipeline.is_apart:
                 self._generation = now
                 self.terms.set_shares(self.terms.shares_of_present())
@@ -306,9 +342,9 @@ class ShareLoader:
         return changed
 
     def peek(self) -> Any:
-        """This worker's part of the next batch, for early use in the loop body.
+        """Read this worker's part of the next batch ahead, for early use in the loop body.
 
-        It is returned as it was read, and stays the next batch.
+        The batch isn't moved to the device, and stays the next batch. None if there is none.
         """
         return (
             self._pipeline.peek_batch()
@@ -317,13 +353,14 @@ class ShareLoader:
         )
 
     def finish_epoch(self) -> None:
-        """End the epoch after the present turn; all workers call it in the same turn."""
+        """End the epoch after the present turn. All workers call this in the same turn."""
         self._ending = self._open
 
     def state_dict(self, *, redo: bool = False) -> dict[str, Any]:
-        """Return the position of this loader, the same on every worker: numbers, text and tensors.
+        """Position of this loader, the same on every worker: numbers, text and tensors.
 
-        Inside the loop body the present step counts as done; `redo=True` if it is to be done again.
+        Inside the loop body the present step counts as done. With `redo` it doesn't, so that it is
+        dealt again.
         """
         head = {
             "version": VERSION,
@@ -341,8 +378,9 @@ class ShareLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to the place of `state_dict`, with any number of workers; the next iter() goes
-        on.
+        """Go to the position of a `state_dict`, at which the next iter() continues.
+
+        The number of workers may be another one.
         """
         if state.get("version") != VERSION or state["stream"] != isinstance(
             self._pipeline, StreamPipeline
@@ -366,15 +404,16 @@ class ShareLoader:
         }
 
     def skip_next_epoch(self, through: bool) -> None:
-        """Give nothing at the next iter(): the script has come to a loop that has ended in this
-        epoch.
+        """Give no batches at the next iter(), if `through`.
+
+        A resumed script comes again to loops that had ended in the same epoch.
         """
         self._left_out = through
 
     def restart_evaluation(self) -> None:
-        """Restart an evaluation that the loaded state has half done.
+        """Restart an evaluation that was under way when the loaded state was saved.
 
-        The loop over its first samples is gone.
+        Results of its first samples were in variables of the script, and are lost.
         """
         if self._resumed is not None and not self._resumed.get("training", True):
             self._resumed = self._pipeline.epoch_start(self._resumed)
@@ -383,18 +422,20 @@ class ShareLoader:
         terms = self.terms
         try:
             while (step := self._next_global_batch()) is not None:
-                turn, held = self._make_turn(step)
+                turn, batch_holder = self._make_turn(step)
                 self.turn = turn
                 self.hooks.begin_turn(self, turn)
                 if terms.move is not None:
-                    held[0] = terms.move(held[0])
+                    batch_holder[0] = terms.move(batch_holder[0])
                 if turn.train and terms.agreement.group.size > 1:
-                    self.lent_batch = track_batch(held[0])
-                yield held.pop()  # held by the script alone from here on
+                    self.lent_batch = track_batch(batch_holder[0])
+                # From here on only the script has a reference to the batch, so its memory is free
+                # as soon as the script drops it.
+                yield batch_holder.pop()
                 if round_begun != self._round:
                     raise DataError(
-                        "a newer iter() of this loader has ended this one: "
-                        "a loader has one position"
+                        "a newer iter() of this loader has ended this one: a loader has one "
+                        "position, so end a loop before the next one begins"
                     )
                 self.hooks.end_turn(self)
                 if self._repeats or self._stale:
@@ -404,10 +445,13 @@ class ShareLoader:
                     self._index += 1
             self._end_iteration()
         finally:
+            # The script has left the loop by `break` or an exception. After a newer iter() this
+            # iterator must not touch the loader.
             if round_begun == self._round:
                 self._end_epoch()
 
     def _next_global_batch(self) -> GlobalBatch | None:
+        """Deal the next global batch to the present workers; None if the epoch is over."""
         changes = self.hooks.changes
         if changes:
             self._follow_membership()
@@ -415,14 +459,16 @@ class ShareLoader:
             step = None if self._ending else self._pipeline.deal_step(self._index)
             step = step if step is None or self.terms.weigh is None else self._weigh_batch(step)
             if step is None and self._pipeline.is_paused:
-                # where all come together, and others are let in
+                # Workers out of lockstep have met in the middle of the epoch, where others can
+                # join.
                 self._generation = self.hooks.generation(self)
                 self.regroup(self.terms.agreement, self.terms.shares_of_present())
-            elif not (changes and self._follow_membership()):  # no worker was lost meanwhile
+            elif not (changes and self._follow_membership()):
+                # No worker was lost while the step was dealt. Otherwise deal it again.
                 return step
 
     def _move_on(self) -> None:
-        """Move to the next step, or to the present one again."""
+        """Move to the next step, or to the present one if it is repeated."""
         self.turn = None
         if not self._repeats:
             self._index += 1
@@ -436,7 +482,7 @@ class ShareLoader:
             self._pipeline.redeal_step(self._index)
 
     def _end_iteration(self) -> None:
-        """Tell the observer of the end of an epoch that was run through or broken off."""
+        """End the epoch, which was run through or broken off, and notify the observer."""
         ended = self._open or self.turn is not None
         self.ran_through = self._open and self.turn is None
         if self.turn is not None:
@@ -455,8 +501,9 @@ class ShareLoader:
             self._index = 0
 
     def _weigh_batch(self, step: GlobalBatch) -> GlobalBatch:
-        """Return the step with the weights of this worker's part, which is read for it, and of
-        all workers together.
+        """Exchange the weights of all parts, and set them in the step. Collective.
+
+        Reads this worker's part.
         """
         assert self.terms.weigh is not None
         part = step.take_part()
@@ -466,7 +513,10 @@ class ShareLoader:
         return replace(step, make_part=lambda: part, weight=weight, total=total)
 
     def _make_turn(self, step: GlobalBatch) -> tuple[Turn, list[Any]]:
-        """Turn of a global batch, and a list that alone holds this worker's part of it."""
+        """Make the turn of a global batch, and a list with the only reference to this part of it.
+
+        The scale makes the sum over workers the gradient of the mean over the global batch.
+        """
         part, terms, whole = step.take_part(), self.terms, step.global_batch
         share, ghost = part.share, part.share == 0
         if terms.unchecked_batches and terms.training:
@@ -504,8 +554,16 @@ def _weigh_part(weigh: Weigh, part: SharePart) -> float:
 
 
 def _compare_terms(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
-    """Meet the others at `what`, and raise `DataError` where they deal on other terms, or have
-    other data sets as an epoch begins.
+    """Compare the terms of all workers. Collective.
+
+    Args:
+        terms: Terms of this worker.
+        what: Name of the exchange, the same on all workers.
+        facts: Epoch, step and training of this worker; then data sets are compared as well. Empty:
+            only the terms are compared.
+
+    Raises:
+        DataError: Terms or data sets differ.
     """
     if terms.agreement.is_alone:
         return
@@ -518,17 +576,17 @@ def _compare_terms(terms: LoaderSpec, what: str, facts: list[Any]) -> None:
     ]
     names = [*("epoch", "step", "train")[: len(facts)], "shares", "loss", "shard", "cost="]
     body = msgpack.packb((own_terms, terms.outline_data() if facts else {}))
-    others = [msgpack.unpackb(answer) for answer in terms.agreement.gather_alike(what, body)]
-    for rank, (other, _) in enumerate(others):
-        for name, value, first in zip(names, other, others[0][0], strict=True):
+    answers = [msgpack.unpackb(answer) for answer in terms.agreement.gather_alike(what, body)]
+    for rank, (other, _) in enumerate(answers):
+        for name, value, first in zip(names, other, answers[0][0], strict=True):
             if value != first:
                 raise DataError(
                     f"workers deal a loader on different terms: {name} is {value} on rank {rank} "
                     f"and {first} on rank 0"
                 )
-    if different := describe_difference([described for _, described in others]):
+    if difference := describe_difference([outline for _, outline in answers]):
         raise DataError(
-            "workers have different data sets, and the samples of one are dealt to all: "
-            f"{different}. Seed a random split alike on all "
-            "workers, sort lists of files, and don't cut data by rank"
+            f"workers have different data sets, and all need the same one: {difference}. "
+            "Use the same seed for a random split on all workers, sort lists of files, and don't "
+            "cut data by rank"
         )

@@ -1,4 +1,4 @@
-"""Outline of a data set, which workers compare to see if all have the same data.
+"""Outlines data sets, so that workers can tell whether all of them have the same data.
 
 It is made without reading a sample: from lengths, indices of a Subset, and names of files. Hosts
 may keep the same files in different folders, so only the last part of a path counts.
@@ -18,11 +18,11 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
 
-LISTED: Final = 1_000_000  # most indices that are all read
-NAMED: Final = 100_000  # most names that are all read
-SAMPLED: Final = 65_536  # entries that are read of a longer list, about, at even distances
-LETTERS: Final = 255  # last letters of a name that are read
-PARTS: Final = 16  # data sets of a combined one that are read
+LISTED: Final = 1_000_000  # longest list of indices that is read completely
+NAMED: Final = 100_000  # longest list of names that is read completely
+SAMPLED: Final = 65_536  # entries read from a longer list, about, at even distances
+LETTERS: Final = 255  # letters read from the end of a name
+PARTS: Final = 16  # data sets read from a combined one
 ENTRIES: Final = 64  # most entries of an outline, which is sent at each epoch
 DEPTH: Final = 6  # most levels of data sets inside data sets
 FILE: Final = re.compile(r"[^.\s].*\.\w{1,8}", re.DOTALL)
@@ -42,9 +42,9 @@ Outline = dict[str, Entry]  # by expressions, such as `loader.dataset.indices`
 
 def outline_dataset(dataset: Any) -> Outline:
     """Outline a data set by its attributes, without those that may differ between workers."""
-    found: Outline = {}
-    _outline_part(dataset, "loader.dataset", found, set(), DEPTH)
-    return found
+    outline: Outline = {}
+    _outline_part(dataset, "loader.dataset", outline, set(), DEPTH)
+    return outline
 
 
 def describe_difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | None:
@@ -52,9 +52,10 @@ def describe_difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | N
 
     `outlines` are in rank order. The result is the same on all workers.
     """
+    # The first rank that has an entry is the one that others are compared with.
     first: dict[str, tuple[int, Entry]] = {}
-    for rank, described in enumerate(outlines):
-        for name, (contents, order, decides) in described.items():
+    for rank, outline in enumerate(outlines):
+        for name, (contents, order, decides) in outline.items():
             other, entry = first.setdefault(name, (rank, Entry(contents, order, decides)))
             if (contents, order) == entry[:2]:
                 continue
@@ -70,24 +71,26 @@ def describe_difference(outlines: Sequence[dict[str, Sequence[Any]]]) -> str | N
     return None
 
 
-def _outline_part(data: Any, path: str, found: Outline, seen: set[int], depth: int) -> None:
+def _outline_part(data: Any, path: str, outline: Outline, seen: set[int], depth: int) -> None:
     if id(data) in seen or isinstance(data, IterableDataset):
         return
     seen.add(id(data))
     count = _try_length(data)
-    _add_entry(f"len({path})", None if count is None else Entry(count, count, True), found)
+    _add_entry(f"len({path})", None if count is None else Entry(count, count, True), outline)
     if isinstance(data, list | tuple):
-        _add_entry(path, _outline_names(data, of_samples=True), found)
+        _add_entry(path, _outline_names(data, of_samples=True), outline)
         return
     for name, value in list(getattr(data, "__dict__", {}).items()):
         where = f"{path}.{name}"
+        # Data sets inside this one: parts of a combined one, a Subset's, a wrapped one of the same
+        # length. Other attributes count if they are lists.
         if isinstance(data, ConcatDataset | StackDataset) and name == "datasets":
             parts = value.items() if isinstance(value, dict) else enumerate(value)
             for key, part in list(parts)[:PARTS] if depth else []:
-                _outline_part(part, f"{where}[{key!r}]", found, seen, depth - 1)
+                _outline_part(part, f"{where}[{key!r}]", outline, seen, depth - 1)
         elif isinstance(data, Subset) and name == "dataset":
             if depth:
-                _outline_part(value, where, found, seen, depth - 1)
+                _outline_part(value, where, outline, seen, depth - 1)
         elif isinstance(value, Dataset):
             if (
                 depth
@@ -95,21 +98,21 @@ def _outline_part(data: Any, path: str, found: Outline, seen: set[int], depth: i
                 and count is not None
                 and _try_length(value) == count
             ):
-                _outline_part(value, where, found, seen, depth - 1)
+                _outline_part(value, where, outline, seen, depth - 1)
         elif id(value) not in seen and isinstance(
             value, list | tuple | range | np.ndarray | Tensor
         ):
             seen.add(id(value))
-            _add_entry(where, _outline_attribute(name, value, count, data), found)
+            _add_entry(where, _outline_attribute(name, value, count, data), outline)
 
 
-def _add_entry(where: str, entry: Entry | None, found: Outline) -> None:
-    if entry is not None and len(found) < ENTRIES:
-        found[where] = entry
+def _add_entry(where: str, entry: Entry | None, outline: Outline) -> None:
+    if entry is not None and len(outline) < ENTRIES:
+        outline[where] = entry
 
 
 def _outline_attribute(name: str, values: Any, count: int | None, data: Any) -> Entry | None:
-    """Outline an attribute that tells the samples of a data set; None for other attributes."""
+    """Outline an attribute that identifies a data set's samples; None for other attributes."""
     if isinstance(values, np.ndarray | Tensor) and values.ndim != 1:
         return None
     of_samples = len(values) == count
@@ -135,7 +138,8 @@ def _outline_numbers(values: Any) -> Entry | None:
             numbers = np.frombuffer(array("q", part), np.int64)
         else:
             numbers = np.asarray(part.detach().cpu() if isinstance(part, Tensor) else part)
-    except (TypeError, OverflowError):  # these are no indices
+    except (TypeError, OverflowError):
+        # These are no indices.
         return None
     if numbers.dtype.kind not in "iu":
         return None
@@ -148,8 +152,9 @@ def _outline_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
     rows = _path_names(part) or _name_rows(part)
     if rows is None:
         return None
-    looked = [row.partition("\t")[0] for row in rows[:: len(rows) // 256 + 1]]
-    files = all(map(FILE.fullmatch, looked))
+    # About 256 rows show whether these are names of files.
+    sampled_names = [row.partition("\t")[0] for row in rows[:: len(rows) // 256 + 1]]
+    files = all(map(FILE.fullmatch, sampled_names))
     if not (files or of_samples):
         return None
     codes = np.fromiter(
@@ -157,7 +162,7 @@ def _outline_names(values: Sequence[Any], *, of_samples: bool) -> Entry | None:
     )
     # Strings that repeat often are classes or splits, and not names of samples.
     distinct = 2 * len(np.unique(codes)) > len(codes)
-    decides = of_samples and distinct and (files or all(map(WORD.fullmatch, looked)))
+    decides = of_samples and distinct and (files or all(map(WORD.fullmatch, sampled_names)))
     return Entry(
         zlib.crc32(np.sort(codes).tobytes(), len(values)),
         zlib.crc32(codes.tobytes(), len(values)),
@@ -176,11 +181,12 @@ def _name_rows(values: Sequence[Any]) -> list[str] | None:
     if widths not in ({1}, {2}, {3}, {4}) or not isinstance(values[0][0], str | PurePath):
         return None
     columns: list[list[str]] = []
-    for at in range(widths.pop()):
-        column = list(map(itemgetter(at), values))
+    for position in range(widths.pop()):
+        column = list(map(itemgetter(position), values))
         try:
             columns.append(_path_names(column) or list(map(str, array("q", column))))
-        except (TypeError, OverflowError):  # neither names nor numbers
+        except (TypeError, OverflowError):
+            # Neither names nor numbers.
             return None
     return ["\t".join(row) for row in zip(*columns, strict=True)]
 
@@ -203,5 +209,5 @@ def _sample_entries(values: Any, most: int) -> Any:
 def _try_length(data: Any) -> int | None:
     try:
         return len(data)
-    except Exception:  # noqa: BLE001  a data set may have any reason not to tell it
+    except Exception:  # noqa: BLE001  a script's data set may raise anything
         return None

@@ -1,4 +1,4 @@
-"""The reader of a stream, in a worker process of a DataLoader: it follows commands to read and cut.
+"""Reads a stream in a worker process of a DataLoader, by commands to read and cut.
 
 To the DataLoader, the stream is a map-style data set whose indices are commands:
 
@@ -102,7 +102,8 @@ class ReadState:
         """Carry out a command."""
         if command.start is not None:
             self._start_reading(command.start, command.batch)
-        for past in [number for number in self._batches if number < command.oldest]:
+        # Batches stay until they can't be requested again, by other shares.
+        for past in [earlier for earlier in self._batches if earlier < command.oldest]:
             del self._batches[past]
         if command.number < 0:
             return EMPTY_RESULT
@@ -148,6 +149,7 @@ class ReadState:
         assert self._samples is not None
         samples: Any
         over = False
+        # Without a batch size, each item of the stream is a whole batch.
         if batch is None:
             # `self` as the default: no stream gives it.
             samples = next(self._samples, self)

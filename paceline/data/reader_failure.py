@@ -24,28 +24,30 @@ def read_batch(batches: Iterator[Any], nothing: Any) -> Any:
     try:
         return next(batches, nothing)
     except (OSError, EOFError, RuntimeError) as error:
-        patient, died = isinstance(error, ConnectionError | EOFError), None
+        patient, failure = isinstance(error, ConnectionError | EOFError), None
+        # Torch's handler of SIGCHLD may raise a RuntimeError at any moment, once. Then look again.
         for _ in range(2):
-            with contextlib.suppress(RuntimeError):  # of torch's handler of SIGCHLD, once
-                died = _describe_dead_reader(batches, patient=patient)
+            with contextlib.suppress(RuntimeError):
+                failure = _describe_dead_reader(batches, patient=patient)
                 break
-        if died is None:
+        if failure is None:
             raise
-        raise DataError(died) from error
+        raise DataError(failure) from error
 
 
 def _describe_dead_reader(batches: Any, *, patient: bool) -> str | None:
     """Describe a reader that has died; None if none has.
 
-    `patient`: wait for one to end, as a connection to a reader is broken.
+    `patient`: a connection to a reader is broken, so wait until one has ended.
     """
+    # Private: breaks if torch's iterator no longer has its processes in `_workers`.
     readers = list(getattr(batches, "_workers", ()))
     if patient and readers:
-        # torch's handler of SIGCHLD says by it that one has ended
+        # The handler of SIGCHLD raises a RuntimeError if a reader has ended.
         with contextlib.suppress(RuntimeError):
             ended = wait([reader.sentinel for reader in readers], ENDED_SECONDS)
             for reader in (reader for reader in readers if reader.sentinel in ended):
-                # its files are closed, and in a moment it is a process no more
+                # Its files are closed, so the process itself ends in a moment.
                 reader.join(ENDED_SECONDS)
     dead = next(((index, reader) for index, reader in enumerate(readers) if reader.exitcode), None)
     if dead is None:
@@ -62,6 +64,7 @@ def _describe_dead_reader(batches: Any, *, patient: bool) -> str | None:
 
 def _silence_signal_handler(batches: Any) -> None:
     """Keep torch's SIGCHLD handler from raising once more when the other readers end."""
+    # Private: breaks if torch no longer lists an iterator's processes by `_worker_pids_set`.
     if getattr(batches, "_worker_pids_set", False):
         signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False
@@ -79,7 +82,7 @@ def _describe_exit(code: int) -> str:
 def _advise_on_exit(code: int) -> str:
     if code == -signal.SIGKILL:
         return (
-            "Nobody but the kernel sends that when memory runs out (dmesg tells): "
+            "The kernel sends that signal when memory runs out (see dmesg): "
             "give fewer num_workers, a smaller prefetch_factor or "
             "smaller samples; in a container, more memory"
         )
@@ -89,6 +92,5 @@ def _advise_on_exit(code: int) -> str:
             "larger /dev/shm"
         )
     return (
-        "Its own output tells more; with num_workers=0 the same happens "
-        "in this process, with a traceback"
+        "See its own output; with num_workers=0 the same happens in this process, with a traceback"
     )

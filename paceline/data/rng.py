@@ -1,4 +1,4 @@
-"""Random generators of samplers: find them, save and restore them, to draw an order again."""
+"""Finds, saves and restores the random generators of samplers, to draw an order again."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class SampleOrder:
         self._seed: int | None = None  # of torch's generator, at the begin of the last epoch
 
     def begin_epoch(self) -> None:
-        """Begin an epoch."""
+        """Begin an epoch, in torch's state if the script has seeded torch since the last one."""
+        # Freshly seeded means: torch's generator is in the first state of its seed, or the seed is
+        # another one than at the last epoch.
         now, seed = torch.get_rng_state(), torch.initial_seed()
         fresh = torch.equal(now, torch.Generator().manual_seed(seed).get_state())
         if self._state is None or fresh or self._seed not in (None, seed):
@@ -66,6 +68,7 @@ class SampleOrder:
 
         Torch's own generator moves along while both have the same state.
         """
+        # Samplers draw from torch's own generator, so the order's state is put into it meanwhile.
         process, before = torch.get_rng_state(), self._current_state
         torch.set_rng_state(before)
         try:
@@ -80,7 +83,13 @@ class SampleOrder:
         return {**get_shared_state(), "torch": self._current_state}
 
     def set_shared_state(self, state: State, *, together: bool = True) -> None:
-        """Set a `shared_state`, or a part of it; the process's too if it moves `together`."""
+        """Set the order and the shared generators to a saved state, or a part of it.
+
+        Args:
+            state: State from `get_shared_state`, or some of its items.
+            together: Whether torch's own generator moves along, if it is in the order's state.
+                Default: True.
+        """
         apart = not (together and torch.equal(torch.get_rng_state(), self._current_state))
         set_shared_state(
             {name: part for name, part in state.items() if not (apart and name == "torch")}
@@ -101,7 +110,7 @@ class SampleOrder:
 
 
 def get_own_state(loader: DataLoader[Any]) -> State:
-    """State of every generator of `loader` and its samplers, and of samplers with `state_dict`."""
+    """State of all generators of a loader and its samplers, and of samplers with `state_dict`."""
     state: State = {}
     for path, source in _find_sources(loader):
         if isinstance(source, torch.Generator):
@@ -155,6 +164,7 @@ def make_reader_generator(generator: torch.Generator | None, rank: int) -> torch
     the same on all, so that random augmentations differ between workers.
     """
     seeds = copy_generator(generator)
+    # Mix the rank into the seed that would be drawn.
     if rank:
         drawn = torch.empty((), dtype=torch.int64).random_(generator=seeds)
         seeds.manual_seed(zlib.crc32(b"%d" % rank, int(drawn) & 0xFFFFFFFF))
@@ -172,6 +182,8 @@ def mark_state(state: Any) -> int:
 
 
 def _find_sources(loader: DataLoader[Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the generators and stateful samplers of a loader, with their paths."""
+    # A batch sampler often has the same sampler and generator as the loader: yield each once.
     seen: set[int] = set()
     for name in ("generator", "sampler", "batch_sampler"):
         yield from _walk_sources(name, getattr(loader, name), seen, MAX_DEPTH)

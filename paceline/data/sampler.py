@@ -1,4 +1,4 @@
-"""The indices of an epoch: the first worker draws them and sends them ahead to all, in chunks.
+"""Draws the indices of an epoch on the first worker, and sends them ahead to all, in chunks.
 
     step             0 . . . . . . . C . . . . . . . 2C. . .      C: batches of a chunk, at least
     sent at step 0   [ chunk 0       | chunk 1      ]             the prefetch of any DataLoader
@@ -139,7 +139,7 @@ class EpochIndices:
         while step >= self._next_step and self._end_step is None:
             if not self.agreement.is_alone:
                 raise AssertionError(
-                    f"step {step} was asked for, and indices are here up to {self._next_step} only"
+                    f"step {step} is wanted, but indices are here up to {self._next_step} only"
                 )
             self._keep_batches(self._draw_batches(1))
         return self._batches.get(step)
@@ -163,7 +163,7 @@ class EpochIndices:
         return self._marks[step]
 
     def regroup(self, agreement: Agreement, step: int) -> None:
-        """Continue from `step` in another group, which may have another first worker.
+        """Continue from a step in another group, which may have another first worker.
 
         Every worker of the group calls this with the same step.
         """
@@ -177,7 +177,8 @@ class EpochIndices:
 
     def undo_later_draws(self, step: int) -> None:
         """End the epoch before `step`, and undo draws of generators for later batches."""
-        # Without states, no generator of a sampler has moved.
+        # Without states, no generator of a sampler has moved. Otherwise restore the last state at
+        # or before the step.
         later = [drawn for drawn in self._generator_states if drawn > step]
         if later:
             rng.set_own_state(

@@ -1,4 +1,4 @@
-"""Serialization of plain values: indices, batches and states that workers send to each other.
+"""Serializes plain values that workers send to each other: indices, batches and states.
 
 Nothing is pickled.
 
@@ -22,9 +22,18 @@ TUPLE, TENSOR, ARRAY, BIG = 1, 2, 3, 4
 
 
 def pack_value(value: Any, *, what: str = "this value") -> bytes:
-    """Write `value` as bytes. `what`: its name in an error."""
+    """Convert a value to bytes.
 
-    def other(part: Any) -> msgpack.ExtType:
+    Args:
+        value: The value.
+        what: Its name in an error. Default: "this value".
+
+    Raises:
+        DataError: The value holds an object of another type.
+    """
+
+    # msgpack calls this for types that it doesn't know; tuples and big integers are among them.
+    def pack_other(part: Any) -> msgpack.ExtType:
         if type(part) is tuple:
             return msgpack.ExtType(TUPLE, dumps(list(part)))
         if isinstance(part, Tensor):
@@ -36,13 +45,13 @@ def pack_value(value: Any, *, what: str = "this value") -> bytes:
             return msgpack.ExtType(BIG, str(part).encode())
         kind = f"{type(part).__module__}.{type(part).__qualname__}"
         raise DataError(
-            f"{what} holds a {kind}, which can't be sent to another worker; "
-            "possible are tensors, numpy arrays and scalars, "
+            f"{what} holds a {kind}, which can't be sent to another worker: "
+            "use tensors, numpy arrays and scalars, "
             "dict, list, tuple, str, bytes, int, float, bool and None"
         )
 
     def dumps(part: Any) -> bytes:
-        packed: bytes = msgpack.packb(part, default=other, strict_types=True)
+        packed: bytes = msgpack.packb(part, default=pack_other, strict_types=True)
         return packed
 
     return dumps(value)
@@ -51,7 +60,7 @@ def pack_value(value: Any, *, what: str = "this value") -> bytes:
 def unpack_value(data: bytes) -> Any:
     """Convert packed bytes back to their value. Raises `ValueError` for other bytes."""
 
-    def other(code: int, body: bytes) -> Any:
+    def unpack_other(code: int, body: bytes) -> Any:
         if code == TUPLE:
             return tuple(loads(body))
         if code == TENSOR:
@@ -62,15 +71,16 @@ def unpack_value(data: bytes) -> Any:
             return array[0] if shape is None else array.reshape(shape)
         if code == BIG:
             return int(body)
-        raise ValueError(f"a value of kind {code} is none of ours")
+        raise ValueError(f"a value has the unknown kind {code}")
 
     def loads(body: bytes) -> Any:
-        return msgpack.unpackb(body, ext_hook=other, strict_map_key=False)
+        return msgpack.unpackb(body, ext_hook=unpack_other, strict_map_key=False)
 
     return loads(data)
 
 
 def _pack_tensor(tensor: Tensor) -> bytes:
+    # As bytes, because numpy lacks some dtypes of torch, such as bfloat16.
     plain = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     body: bytes = msgpack.packb(
         (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), plain.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Shares: the number of samples of a global batch that each worker takes, as plain integers.
+"""Divides a global batch into shares: the number of samples of each worker, as plain integers.
 
 batch of 10 samples     equal on 3 workers      4, 3, 3
                         ratios 3 : 1 : 1        6, 2, 2
@@ -56,6 +56,7 @@ def divide_proportionally(batch: int, ratios: Sequence[float]) -> tuple[int, ...
         )
     exact_shares = [batch * ratio / ratio_sum for ratio in exact]
     shares = [int(part) for part in exact_shares]
+    # Rounding down has left some samples over. They go to the largest remainders.
     by_remainder = sorted(
         range(len(exact_shares)), key=lambda rank: (shares[rank] - exact_shares[rank], rank)
     )
@@ -92,6 +93,7 @@ def make_policy(shares: RequestedShares, size: int) -> Shares:
             f"shares are {list(ratios)}, {len(ratios)} numbers for {size} workers: "
             "give one number per worker, in rank order"
         )
+    # Raises an error for bad ratios now, and not at the first batch.
     divide_proportionally(0, ratios)
     return lru_cache(maxsize=128)(partial(divide_proportionally, ratios=ratios))
 

@@ -1,4 +1,4 @@
-"""The specification of a dealt loader, and the interface of pipelines that deliver its batches."""
+"""Specification of a dealt loader, and the interface of the pipelines that read its batches."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LoaderSpec:
     say: Callable[[str], None] = lambda text: None
     move: Callable[[Any], Any] | None = None  # moves a batch to the worker's device
     training: bool = True  # in the present epoch
-    idle: bool = False  # nothing was trained in this epoch so far, so it may be an evaluation
-    last_epoch_idle: bool = False  # nothing was trained in the epoch before
+    idle: bool = False  # no training so far in this epoch, so it may be an evaluation
+    last_epoch_idle: bool = False  # no training in the epoch before
     pad: bool = False  # an empty share is a ghost in evaluation, too
     asked: RequestedShares = None  # shares as the caller gave them, for the first workers
     costs: SampleCosts | None = None  # costs of samples, if they are dealt by cost
@@ -65,7 +65,7 @@ class LoaderSpec:
 
     @property
     def uses_ghosts(self) -> bool:
-        """Whether a worker with an empty share gets a ghost (the first sample), and not no rows."""
+        """Whether an empty share gets a ghost (the first sample) in place of a batch of no rows."""
         return (self.training and not self.idle) or self.pad
 
     def outline_data(self) -> Outline:
@@ -114,7 +114,7 @@ class LoaderSpec:
 
         Ratios and speeds stay with their workers, and workers that have joined get the mean.
         """
-        size, asked = self.agreement.group.size, self.asked
+        size, requested = self.agreement.group.size, self.asked
         if self.speeds is not None:
             curves = self.speeds.curves_of(
                 self.agreement.origins, self.agreement.hosts or ("",) * size
@@ -122,16 +122,20 @@ class LoaderSpec:
             return (
                 "auto" if curves is None else SpeedShares(curves, per_sample=self.speeds.per_sample)
             )
-        if asked is None or isinstance(asked, str) or callable(asked):
-            if callable(asked) and len(asked(self.loader.batch_size or size)) != size:
+        if requested is None or isinstance(requested, str) or callable(requested):
+            if callable(requested) and len(requested(self.loader.batch_size or size)) != size:
                 self.announce_once(
-                    f"the function of shares gives other than one share for each of {size} "
+                    f"the function of shares doesn't give one share for each of the {size} "
                     "workers: shares are equal from now on"
                 )
                 return None
-            return asked
-        mean = sum(asked) / len(asked)
-        return [asked[origin] if origin < len(asked) else mean for origin in self.agreement.origins]
+            return requested
+        # Ratios are by the numbers that workers had at the start of the run.
+        mean = sum(requested) / len(requested)
+        return [
+            requested[origin] if origin < len(requested) else mean
+            for origin in self.agreement.origins
+        ]
 
     def follow_speeds(self, speeds: WorkerSpeeds) -> None:
         """Deal by these speeds from now on, with their present values whenever shares change."""
@@ -145,7 +149,7 @@ class LoaderSpec:
         return {"speeds": self.speeds.state_dict(self.agreement.origins)}
 
     def restore_speeds(self, state: Mapping[str, Any] | None) -> None:
-        """Deal by saved speeds, if shares are by speed and there are as many workers."""
+        """Deal by saved speeds, if shares are by speed and the number of workers is the same."""
         if self.speeds is not None and state is not None:
             self.speeds.load_state_dict(state, self.agreement.origins)
             self.set_shares(self.shares_of_present())
@@ -159,13 +163,13 @@ class LoaderSpec:
         if self.loss == "sum" or self.weigh is not None or self.is_alone or not part.share:
             return
         if (key := find_unevenly_ignored(part.batch)) is not None:
+            # One announcement is enough, so no further batch is checked.
             self.unchecked_batches = 0
             self.announce_once(
                 f"samples have different numbers of labels ({key!r} of a batch) that losses ignore "
-                f"({IGNORED_LABEL}), and shares count by samples: if the loss is a mean over "
-                "labels, "
-                f"give weigh=pl.tokens({key!r}) to run.prepare, or results depend on the number "
-                "of workers"
+                f"({IGNORED_LABEL}), and batches are weighted by samples: if the loss is a mean "
+                f"over labels, give weigh=pl.tokens({key!r}) to run.prepare, or results depend on "
+                "the number of workers"
             )
 
     def announce_once(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Dealing of streams: each reader reads whole global batches and cuts this rank's share out.
+"""Deals streams: each reader reads whole global batches and cuts this rank's share out.
 
 A stream can only be read from its start. A *reader* is a worker process of a DataLoader.
 
@@ -150,6 +150,8 @@ class StreamPipeline(Pipeline):
         return self._last_step
 
     def deal_step(self, index: int) -> GlobalBatch | None:
+        # Commands that were sent ahead say what to do with an empty share. Send them again if that
+        # has changed.
         if self._requests_ghosts != self.terms.uses_ghosts:
             self._requests_ghosts = self.terms.uses_ghosts
             self.redeal_step(index)
@@ -216,6 +218,7 @@ class StreamPipeline(Pipeline):
             command_round, worker = self._commands.issued.popleft()
             if command_round != self._commands.round or worker < 0:
                 continue
+            # A reader whose stream has ended is left out from now on.
             if result.ended:
                 after.ended[worker] = True
                 self._commands.end_reader(worker)
@@ -282,7 +285,7 @@ class StreamPipeline(Pipeline):
         return contextlib.nullcontext() if own_samples else self.terms.order.draw_from_order()
 
     def _check_same_samples(self, index: int, *, ended: bool) -> None:
-        """Check every few steps, and at the end, that all workers have read the same samples.
+        """Check that all workers have read the same samples, every few steps and at the end.
 
         Collective.
         """
@@ -341,15 +344,17 @@ def _find_self_sharding(value: Any, depth: int) -> str | None:
     Looks at names of functions and classes, and at ranks and sizes in attributes, `depth` levels
     deep.
     """
-    called = getattr(value.func if isinstance(value, partial) else value, "__name__", "")
-    if called in {"split_by_node", "split_dataset_by_node"}:
-        return called
+    # Functions and classes with known names: webdataset, datasets of Hugging Face, torch.
+    called_name = getattr(value.func if isinstance(value, partial) else value, "__name__", "")
+    if called_name in {"split_by_node", "split_dataset_by_node"}:
+        return called_name
     if "DistributedSampler" in type(value).__qualname__:
         return type(value).__qualname__
     fields = getattr(value, "__dict__", None) or {}
     distributed = fields.get("_distributed")
     if getattr(distributed, "world_size", 1) > 1:
         return "split_dataset_by_node"
+    # A rank beside a number of workers, in any object of the script's.
     sizes = [
         name
         for name in ("world_size", "num_replicas")

@@ -62,7 +62,7 @@ class StreamPosition:
         if len(saved["numbers"]) != len(self.numbers):
             raise DataError(
                 f"the state of a stream was saved with {len(saved['numbers'])} DataLoader workers, "
-                f"and there are {len(self.numbers)} here: each of them reads its own part of the "
+                f"and there are {len(self.numbers)} here: each worker reads its own part of the "
                 f"stream, so give num_workers={len(saved['numbers'])}"
             )
         self.numbers, self.ended = list(saved["numbers"]), list(saved["ended"])
@@ -183,17 +183,18 @@ class SelfSharded:
         answers = [
             unpack_value(body) for body in self.terms.agreement.meet("shares of a stream", packed)
         ]
-        # Each worker knows all positions, so that any of them can write a checkpoint.
+        # Each worker gets all positions, so that any of them can write a checkpoint.
         cursor.all_ranks = [dump for _, dump, _ in answers]
         shares = [share for share, _, _ in answers]
         if not any(shares):
             return None
-        never_read = [rank for rank, (_, _, had) in enumerate(answers) if not had]
+        never_read = [rank for rank, (_, _, has_read) in enumerate(answers) if not has_read]
         if never_read:
             raise DataError(
-                f'shard="mine": the stream of rank {never_read[0]} has no batch at all; '
+                f'shard="mine": the stream of rank {never_read[0]} has no batch at all: '
                 "give fewer workers, or leave out the sharding"
             )
+        # A worker whose stream has ended goes on with ghosts until all streams have ended.
         total = sum(shares)
         own_part = (
             SharePart(total, 0, self._make_ghost()) if part is None else part._replace(whole=total)
@@ -222,6 +223,7 @@ class SelfSharded:
         else:
             assert result.part is not None
             part = result.part
+        # Keep a sample, in case this worker's stream ends before the others.
         count = count_rows(part.batch, missing=0)
         self._ghost_batch = cut_rows(part.batch, 0, 1, count) if count else part.batch
         return part

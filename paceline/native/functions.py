@@ -31,6 +31,11 @@ _LONG: _Signatures = {
     "begin_messages": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
     "reduce": (c_int, [c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int, c_int]),
     "futex_wait": (None, [c_void_p, c_uint32, c_int64]),
+    "mesh_send": (c_int64, [c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "mesh_wait_sent": (c_int, [c_void_p, c_int64, c_int64, c_int64]),
+    "mesh_wait_change": (c_int, [c_void_p, c_uint32, c_int64]),
+    "mesh_close": (None, [c_void_p]),
+    "mesh_free": (None, [c_void_p]),
 }
 # Functions of a microsecond: they keep the interpreter's lock, as giving it back takes longer.
 _SHORT: _Signatures = {
@@ -60,6 +65,14 @@ _SHORT: _Signatures = {
     "load": (c_int64, [c_void_p]),
     "store": (None, [c_void_p, c_int64]),
     "futex_wake": (None, [c_void_p]),
+    "mesh_open": (c_void_p, []),
+    "mesh_add": (c_int64, [c_void_p, c_int, c_int64]),
+    "mesh_state": (c_int, [c_void_p, c_int64]),
+    "mesh_sent": (c_int64, [c_void_p, c_int64]),
+    "mesh_take": (c_void_p, [c_void_p, c_int64, c_void_p]),
+    "mesh_give_back": (None, [c_void_p]),
+    "mesh_changes": (c_uint32, [c_void_p]),
+    "mesh_wake": (None, [c_void_p]),
 }
 _SYMBOLS = {"advance_short": "pl_advance"}  # functions whose name in C is another one
 

@@ -1,7 +1,7 @@
-"""`pl.launch`: start workers from a notebook or script, and collect the results of a function.
+"""`pl.launch`: starts workers from a notebook or script, and collects the results of a function.
 
-`with pl.start() as run:` in the function joins the workers, as it does in a script that `paceline
-run` starts.
+In the function, `with pl.start() as run:` joins the workers, as in a script that `paceline run`
+starts.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def launch(
 
     Workers are fresh processes on this machine. The function and its arguments travel by value if
     workers can't import them: functions of a notebook's cells or of the main script, lambdas, and
-    closures over a model. That takes cloudpickle (`pip install 'paceline[notebook]'`). Changes that
-    the function makes stay in the workers. `with pl.start() as run:` in it joins them, as in a
-    script.
+    closures over a model. That needs cloudpickle (`pip install 'paceline[notebook]'`). Changes that
+    the function makes to variables stay in the workers. In the function, `with pl.start() as run:`
+    joins the workers, as in a script.
 
     The output of workers is shown at once, each line with the rank of its worker. A notebook shows
     it in the cell, with a bar of the run's progress. If the call is interrupted (Ctrl-C, or the
@@ -191,19 +191,19 @@ def _check_request(function: Any, request: LaunchRequest) -> None:
     if place.launcher == "paceline" or place.size > 1:
         raise UsageError(
             f"pl.launch was called in a worker, rank {place.rank} of {place.size} "
-            f"({place.launcher}), and workers start no others: call the"
+            f"({place.launcher}), and workers can't start others: call the"
             " function itself there. A module that launches while it is imported needs `if "
             "__name__ == '__main__':` before that"
         )
     if not callable(function):
         raise UsageError(
             f"pl.launch got a {type(function).__qualname__}; "
-            "give the function that each worker is to call"
+            "give a function that each worker can call"
         )
     packing.import_cloudpickle()
     if request.sync is not None or request.cut is not None:
-        # Without torch in this process, they would be checked in a fork of it. Forking is unsafe
-        # with threads, which a notebook has.
+        # Without torch in this process, `check_job` would check them in a fork of it. Forking is
+        # unsafe in a process with threads, such as a notebook's kernel.
         importlib.import_module("torch")
     try:
         check_request(request)
@@ -260,13 +260,14 @@ class _CallOutcome:
 
         Raises `WorkerFailed` if one of the `workers` sent no result.
         """
+        # A worker that calls `sys.exit(0)` in a thread or `os._exit(0)` sends no result.
         silent = sorted({*range(workers or 0)} - self._results.keys())
         if silent:
             raise WorkerFailed(
                 f"rank {silent[0]} ended with exit code 0 before the function had returned",
                 silent[0],
             )
-        return [packing.unpack_result(self._results[number]) for number in sorted(self._results)]
+        return [packing.unpack_result(self._results[worker]) for worker in sorted(self._results)]
 
     def make_error(self, code: int, last_line: str) -> WorkerFailed:
         """Make the error of a failed call.
@@ -276,21 +277,22 @@ class _CallOutcome:
         if self._verdict is None:
             return WorkerFailed(
                 f"workers could not be started, or were ended from outside (exit code {code}); "
-                f"their launcher said: {last_line}"
+                f"last output of their launcher: {last_line}"
             )
-        number, line, tail = self._verdict
-        if number is not None and number in self._failures:
-            head, text = self._failures[number]
-            return WorkerFailed(f"rank {number} failed: {head}\n\n{text}", number)
-        return WorkerFailed(f"{line}; it said last:\n\n{tail}" if tail else line, number)
+        rank, line, tail = self._verdict
+        # The worker's own traceback says more than its exit code.
+        if rank is not None and rank in self._failures:
+            head, text = self._failures[rank]
+            return WorkerFailed(f"rank {rank} failed: {head}\n\n{text}", rank)
+        return WorkerFailed(f"{line}; its last output was:\n\n{tail}" if tail else line, rank)
 
     def close(self) -> None:
         """Close the display and the files of results. Calling it twice is harmless."""
         self._status.close()
-        for number in list(self._results):
-            self._forget_worker(number)
+        for worker in list(self._results):
+            self._forget_worker(worker)
 
-    def _forget_worker(self, number: int) -> None:
-        self._failures.pop(number, None)
-        if number in self._results:
-            self._results.pop(number).close()
+    def _forget_worker(self, worker: int) -> None:
+        self._failures.pop(worker, None)
+        if worker in self._results:
+            self._results.pop(worker).close()

@@ -1,6 +1,6 @@
-"""The progress of a run in a notebook: a bar in the output of the cell, above the status line.
+"""Shows the progress of a run in a notebook: a bar in the cell's output, above the status line.
 
-It stays in the notebook when that is saved.
+The bar stays in the notebook when the notebook is saved.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class NotebookBar:
         self._epoch: tuple[int, int] | None = None
         # The last step, as text and as HTML.
         self._last: tuple[str, str] = ("", "")
-        # Values that were logged after their step had ended.
+        # Line of values that were logged after their step had ended.
         self._beside = ""
 
     def step(self, beat: FinishedStep, total: int | None) -> None:
@@ -59,10 +59,15 @@ class NotebookBar:
         `beat` has the samples and the seconds of all steps since the last one that was shown.
         """
         self._marks.append((beat.step, beat.time))
-        left = estimate_time_left(self._marks, total)
+        time_left = estimate_time_left(self._marks, total)
         text = format_status(
             make_status(
-                beat, total, left=left, epoch=self._epoch, late=self._late, remark=self._remark
+                beat,
+                total,
+                left=time_left,
+                epoch=self._epoch,
+                late=self._late,
+                remark=self._remark,
             )
         )
         self._last = text, draw_html(beat, total, text)
@@ -86,7 +91,7 @@ class NotebookBar:
             self._handle.update(bundle, raw=True)
 
     def show(self) -> None:
-        """Do nothing: each step is shown at once, because they arrive seldom."""
+        """Do nothing: steps arrive seldom, and each is shown at once."""
 
     def at(self, epoch: tuple[int, int] | None) -> None:
         """Set the epoch that is shown from the next line on."""

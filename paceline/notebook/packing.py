@@ -1,4 +1,4 @@
-"""Pack functions and their results by value, for workers that can't import them.
+"""Packs functions and their results by value, for workers that can't import them.
 
 Functions may come from a notebook's cells, for example.
 
@@ -62,10 +62,8 @@ def pack_call(function: Callable[..., Any], args: Sequence[Any], file: BinaryIO)
     except _UNPICKLABLE as error:
         raise UsageError(
             f"{_name_function(function)} can't be sent to workers ({error}): "
-            "it, its arguments, or what it "
-            "uses holds something that stays in its"
-            " process, such as a lock, an open file, a generator or a run; "
-            "make that inside of the function"
+            "the function, its arguments, or an object that it uses can't leave this process, such "
+            "as a lock, an open file, a generator or a run; make that object inside the function"
         ) from error
 
 
@@ -88,8 +86,7 @@ def pack_result(result: Any, file: BinaryIO) -> None:
     except _UNPICKLABLE as error:
         raise UsageError(
             f"the function returned a {type(result).__qualname__} that can't be sent back "
-            f"({error}): return numbers, tensors, state dicts,"
-            " or what is made of them"
+            f"({error}): return numbers, tensors, state dicts, or lists and dicts of these"
         ) from error
 
 

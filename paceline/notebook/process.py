@@ -1,8 +1,12 @@
-"""The launcher of a call, as a child process of the caller.
+"""Runs the launcher of a call as a child process of the caller.
 
-The caller starts it, shows its output, handles the messages of workers, and ends it. It waits in
-`wait_for_end` alone. An interrupt there (Ctrl-C, or the kernel's) ends all workers before it is
-raised to the user.
+The caller starts it, shows its output, handles the messages of workers, and ends it. All waiting
+happens in `wait_for_end`. An interrupt there (Ctrl-C, or the kernel's) ends all workers before it
+is raised to the user.
+
+    caller    start -> wait_for_end: copy output, take messages ... -> exit code
+                                 |
+                                 +-- interrupt: END_SIGNAL -> launcher ends its workers -> raise
 """
 
 from __future__ import annotations
@@ -58,7 +62,12 @@ class _LauncherPipe:
 class LauncherProcess:
     """The launcher of a call, with its workers.
 
-    Workers inherit the descriptors in `job.call`. `hear` is called with each of their messages.
+    Args:
+        job: The job. Workers inherit the descriptors in its `call`.
+        environ: Environment of the launcher.
+        channel: Channel of the workers' messages.
+        hear: Called with each message.
+        timings: Intervals and limits of waiting. Default: the usual ones.
     """
 
     def __init__(
@@ -94,7 +103,7 @@ class LauncherProcess:
         return (self._err.tail.strip().splitlines() or [""])[-1]
 
     def wait_for_end(self) -> int:
-        """Wait until the job has ended, and return its exit code.
+        """Wait until the job has ended. Returns its exit code.
 
         An exception during the wait ends the workers before it is raised.
         """
@@ -116,6 +125,8 @@ class LauncherProcess:
         while streams := [output for output in (self._out, self._err) if output.open]:
             if until is not None and time.monotonic() >= until:
                 return
+            # Outputs and messages are handled as they arrive. The limit of the poll lets `until`
+            # be checked as well.
             poll = select.poll()
             for descriptor in (*(output.fileno() for output in streams), self._channel.fileno()):
                 poll.register(descriptor, select.POLLIN)

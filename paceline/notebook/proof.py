@@ -1,4 +1,4 @@
-"""Check the options of a launch before any process is started."""
+"""Checks the options of a launch before any process is started."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from paceline.record.trackers import catalogue
 def check_job(job: LaunchRequest) -> None:
     """Raise `UsageError` for a strategy, cuts, shares, trackers or a name that no worker can use.
 
-    So the error appears once, and not once for each worker. `paceline.cluster.launcher.request`
-    checks the options that concern the launcher alone.
+    The error appears once here, and would appear once for each worker otherwise.
+    `paceline.cluster.launcher.request` checks the options that concern only the launcher.
     """
     if job.sync is not None:
         notation.verify_strategy(job.sync)

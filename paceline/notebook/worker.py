@@ -1,4 +1,9 @@
-"""The program of a worker of `pl.launch`: call the function, and send back its result or error."""
+"""The program of a worker of `pl.launch`: calls the function, and sends back its result or error.
+
+worker --> caller    "called"    it has started
+                     "result"    the returned value, or
+                     "failed"    the traceback
+"""
 
 from __future__ import annotations
 
@@ -28,11 +33,12 @@ def main() -> None:
     channel = CallChannel.from_descriptor(call.channel)
     sys.excepthook = partial(report_failure, place, channel)
     channel.send("called", {"number": call.number})
-    # Opened again, and not by its descriptor: all workers share the position of that.
+    # Open the file again: all workers share the read position of the inherited descriptor.
     with open(f"/proc/self/fd/{call.file}", "rb") as file:
         packed_call = packing.unpack_call(file)
     # Tracebacks show the lines of the caller's cells, which are in no file.
     linecache.cache.update(packed_call.sources)
+    # Other exceptions go through `sys.excepthook`. Python doesn't call it for SystemExit.
     try:
         result = packed_call.function(*packed_call.args)
     except SystemExit as exit_error:
@@ -66,7 +72,7 @@ def report_failure(
 def send_error(
     call: CallPlace, channel: CallChannel, error: BaseException, trace: TracebackType | None
 ) -> str:
-    """Send the traceback of an exception to the caller, and return its text.
+    """Send the traceback of an exception to the caller. Returns its text.
 
     The traceback begins in the user's code.
     """

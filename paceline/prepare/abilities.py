@@ -1,4 +1,4 @@
-"""Finds out what a strategy can beyond the core; no other module asks."""
+"""Finds the optional abilities of a strategy. No other module looks for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.sync.base import Sync
 
 
 def resolve_abilities(sync: Sync) -> Abilities:
-    """Return the abilities of a strategy."""
+    """Find the abilities of a strategy; None for each one that it lacks."""
     return Abilities(
         observer=sync if isinstance(sync, StepObserver) else None,
         converging=sync if isinstance(sync, ConvergesReplicas) else None,

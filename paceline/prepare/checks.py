@@ -1,4 +1,4 @@
-"""Refuses what can't be prepared, on every worker."""
+"""Refuses objects that can't be prepared, on every worker."""
 
 from __future__ import annotations
 
@@ -25,16 +25,11 @@ from paceline.record.logged.metric import is_metric
 from paceline.sync.base import Slot
 
 WRAPPERS = (DistributedDataParallel, DataParallel)
-
-
-_DEEPEST = 6  # calls between a scaler's step and ours
-
+_DEEPEST = 6  # most calls between a scaler's step and `check_scaler`
 
 Scaler = torch.amp.GradScaler
-SCALED_AGAIN: Final = "when a worker is lost (--min-workers), it would count one step twice"
-SCALED_SERVED: Final = (
-    "servers have had the gradients of its optimizer before it divides them by its scale"
-)
+SCALED_AGAIN: Final = "after the loss of a worker (--min-workers) it would count one step twice"
+SCALED_SERVED: Final = "servers get gradients before the scaler divides them by its scale"
 
 
 def find_kind(value: Any) -> str:
@@ -78,14 +73,18 @@ def find_kind(value: Any) -> str:
 def _is_instance_of(value: Any, module: str, name: str) -> bool:
     """Whether `value` is an instance of `module.name`, without importing the module.
 
-    If it is one, its owner has imported the module already; the import would take a second.
+    If `value` is one, its module has been imported already. An import here would take a second.
     """
-    home = sys.modules.get(module)
-    return home is not None and isinstance(value, getattr(home, name))
+    loaded_module = sys.modules.get(module)
+    return loaded_module is not None and isinstance(value, getattr(loaded_module, name))
 
 
 def list_slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer]) -> Iterator[Slot]:
-    """Yield a slot for every parameter of the models, once, and for those of an optimizer alone."""
+    """Yield a slot for every parameter of the models and optimizers, once each.
+
+    A parameter of a model has its name in the model. A parameter that only an optimizer has is
+    named by its place in the optimizer.
+    """
     owner = {
         id(p): optimizer
         for optimizer in optimizers
@@ -98,6 +97,7 @@ def list_slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer])
             if id(parameter) not in seen:
                 seen.add(id(parameter))
                 yield Slot(prefix + name, parameter, owner.get(id(parameter)))
+    # Parameters that only an optimizer has, such as learned weights of losses.
     for which, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
@@ -106,44 +106,45 @@ def list_slots(models: list[tuple[str, nn.Module]], optimizers: list[Optimizer])
                     yield Slot(f"optimizer{which}.group{place}.{index}", parameter, optimizer)
 
 
-def find_new_slots(slots: Iterable[Slot], known: Iterable[Slot]) -> Iterator[Slot]:
-    """Yield the slots of `slots` whose parameters are not among those of `known`."""
-    known_ids = {id(slot.parameter) for slot in known}
-    return (slot for slot in slots if id(slot.parameter) not in known_ids)
+def find_new_slots(slots: Iterable[Slot], prepared: Iterable[Slot]) -> Iterator[Slot]:
+    """Yield the slots whose parameters are in no prepared slot."""
+    prepared_ids = {id(slot.parameter) for slot in prepared}
+    return (slot for slot in slots if id(slot.parameter) not in prepared_ids)
 
 
 def find_unowned(slots: Iterable[Slot], models: list[tuple[str, nn.Module]]) -> Iterator[Parameter]:
-    """Yield the parameters of those slots that are in no model."""
-    owned = {id(parameter) for _, model in models for parameter in model.parameters()}
-    return (slot.parameter for slot in slots if id(slot.parameter) not in owned)
+    """Yield the parameters of these slots that belong to no model."""
+    owned_ids = {id(parameter) for _, model in models for parameter in model.parameters()}
+    return (slot.parameter for slot in slots if id(slot.parameter) not in owned_ids)
 
 
-def check_known(present: Iterable[Slot], known: list[Slot]) -> None:
+def check_known(present: Iterable[Slot], prepared: list[Slot]) -> None:
     """Raise `UsageError` for a parameter that a model or optimizer got after it was prepared.
 
     Its gradient would not be exchanged.
     """
-    for slot in find_new_slots(present, known):
+    for slot in find_new_slots(present, prepared):
+        # `list_slots` gives this name to a parameter that no model has.
         if slot.optimizer is not None and slot.name.startswith("optimizer"):
             how = f"the {type(slot.optimizer).__qualname__} after run.prepare (add_param_group)"
         else:
             how = "the model after run.prepare (a new layer, or load_state_dict(assign=True))"
         raise UsageError(
-            f"the parameter {slot.name} came into {how}; give model and optimizer to run.prepare "
-            "again, on every worker, before it is trained"
+            f"the parameter {slot.name} was added to {how}; give the model and the optimizer to "
+            "run.prepare again, on every worker, before it is trained"
         )
 
 
 def check_schedulers(optimizers: list[Optimizer], prepared: Iterable[Any]) -> None:
     """Raise `UsageError` for an optimizer whose scheduler wasn't prepared.
 
-    Such a scheduler would step again in a turn that is dealt again.
+    If a turn is dealt again, such a scheduler would step a second time.
     """
     for optimizer in find_unprepared_schedules(optimizers, prepared):
         raise UsageError(
-            f"a learning rate scheduler was made for the {type(optimizer).__qualname__}, and not "
-            "given to run.prepare: when a "
-            "worker is lost, it would step twice for one step; give it to run.prepare, too"
+            f"the {type(optimizer).__qualname__} has a learning rate scheduler that was not given "
+            "to run.prepare: when a worker is lost, it would step twice for one step; give it to "
+            "run.prepare, too"
         )
 
 
@@ -151,16 +152,25 @@ def find_unprepared_schedules(
     optimizers: Iterable[Optimizer], prepared: Iterable[Any]
 ) -> Iterator[Optimizer]:
     """Yield the optimizers that have a learning rate scheduler, but none that the run keeps."""
-    scheduled_ones = [getattr(part, "optimizer", None) for part in prepared]
+    scheduled_optimizers = [getattr(part, "optimizer", None) for part in prepared]
     for optimizer in optimizers:
-        # as torch's schedulers leave there
-        scheduled = any("initial_lr" in group for group in optimizer.param_groups)
-        if scheduled and not any(optimizer is other for other in scheduled_ones):
+        # torch's schedulers add this entry to each group.
+        has_scheduler = any("initial_lr" in group for group in optimizer.param_groups)
+        if has_scheduler and not any(optimizer is other for other in scheduled_optimizers):
             yield optimizer
 
 
 def check_scaler(prepared: list[Any], why: str) -> None:
-    """Raise `UsageError` if an unprepared scaler has called us; `why` says what would be wrong."""
+    """Raise `UsageError` if an unprepared scaler is among the callers.
+
+    Args:
+        prepared: The prepared scalers.
+        why: The harm that an unprepared one would do, for the message.
+    """
+    # A scaler leaves no trace on the optimizer that it steps, so it is looked for on the stack.
+    # `sys._getframe` is private to CPython. Two changes of torch break the check: if more than
+    # `_DEEPEST` calls lie between, an unprepared scaler is missed; if `GradScaler.step` renames
+    # its `self`, prepared ones are refused.
     frame = sys._getframe(1)
     for _ in range(_DEEPEST):
         if frame.f_back is None:
@@ -170,28 +180,27 @@ def check_scaler(prepared: list[Any], why: str) -> None:
             frame.f_locals.get("self") is scaler for scaler in prepared
         ):
             raise UsageError(
-                f"a GradScaler steps that was not given to run.prepare: {why}; "
-                "give it to run.prepare, too"
+                "an optimizer is stepped by a GradScaler that was not given to run.prepare: "
+                f"{why}; give it to run.prepare, too"
             )
 
 
 def check_not_scaler(thing: Any) -> None:
-    """Raise `UsageError` for a scaler if optimizers step on servers.
+    """Raise `UsageError` for a scaler. Called if optimizers step on servers.
 
     Each worker would decide for itself whether a step is skipped.
     """
     if isinstance(thing, Scaler) and thing.is_enabled():
         raise UsageError(
-            "a GradScaler skips steps by what it finds in p.grad, and with ParameterServer that is "
-            "one worker's share: use bfloat16, which "
-            "needs no scaler, or AllReduce"
+            "a GradScaler skips a step if p.grad overflows, and with ParameterServer p.grad has "
+            "one worker's share only: use bfloat16, which needs no scaler, or AllReduce"
         )
 
 
 def check_owner(prepared: list[Slot], optimizers: list[Optimizer]) -> None:
     """Raise `UsageError` for a second optimizer of a parameter that a server steps.
 
-    The server would go on with the first one.
+    The server would continue with the first one.
     """
     owner = {id(slot.parameter): slot.optimizer for slot in prepared if slot.optimizer is not None}
     for optimizer in optimizers:
@@ -206,17 +215,17 @@ def check_owner(prepared: list[Slot], optimizers: list[Optimizer]) -> None:
             )
             if first is not None:
                 raise UsageError(
-                    f"the {type(optimizer).__qualname__} has parameters that a "
-                    f"{type(first).__qualname__} was prepared for, and with "
-                    "ParameterServer servers keep the first optimizer of each: "
+                    f"the {type(optimizer).__qualname__} has parameters of a "
+                    f"{type(first).__qualname__} that was prepared before, and with "
+                    "ParameterServer a parameter keeps its first optimizer: "
                     "change the settings in its param_groups, or use AllReduce"
                 )
 
 
 def check_memory(optimizer: Optimizer, tables: set[int]) -> None:
-    """Raise `UsageError` where an optimizer that steps on servers was given state here.
+    """Raise `UsageError` if an optimizer that steps on servers has state on this worker.
 
-    State of `tables` (ids) is allowed.
+    State of parameters with an id in `tables` is allowed.
     """
     if any(
         optimizer.state.get(p)
@@ -225,10 +234,9 @@ def check_memory(optimizer: Optimizer, tables: set[int]) -> None:
         if id(p) not in tables
     ):
         raise UsageError(
-            f"the {type(optimizer).__qualname__} was told what it remembers (load_state_dict), and "
-            "with ParameterServer that lies on "
-            "servers, which wouldn't hear of it: load it before run.prepare, "
-            "or use run.save and run.resume"
+            f"the {type(optimizer).__qualname__} was given a state on this worker "
+            "(load_state_dict), and with ParameterServer servers keep the state and would not get "
+            "it: load it before run.prepare, or use run.save and run.resume"
         )
 
 
@@ -249,7 +257,7 @@ def check_parameters(slots: list[Slot]) -> None:
 
 
 def check_embeddings(models: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raise `UsageError` for embeddings that go by the words that one worker sees."""
+    """Raise `UsageError` for embeddings with an option that acts on one worker's samples only."""
     for prefix, model in models:
         for name, module in model.named_modules():
             if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -257,16 +265,15 @@ def check_embeddings(models: Iterable[tuple[str, nn.Module]]) -> None:
             if module.max_norm is not None:
                 raise UsageError(
                     f"{prefix}{name} has max_norm={module.max_norm:g}, "
-                    "which changes the rows that a "
-                    "worker looks up, on that worker alone; leave it out, "
-                    "and scale what is looked up: "
+                    "which changes the rows that a worker looks up, on that worker alone; "
+                    "leave it out, and scale the rows after the lookup: "
                     "e = embed(ids); e = e * (max_norm / e.norm(dim=-1, keepdim=True)).clamp(max=1)"
                 )
             if module.scale_grad_by_freq and module.weight.requires_grad:
                 raise UsageError(
                     f"{prefix}{name} has scale_grad_by_freq=True, "
-                    "which counts words in the samples of "
-                    "one worker, or in a micro-batch, and not in the whole batch; leave it out"
+                    "which counts words in the samples of one worker or in a micro-batch, and not "
+                    "in the whole batch; leave it out"
                 )
 
 
@@ -277,7 +284,15 @@ def equalize_replicas(
     optimizers: list[Optimizer],
     say: Callable[[str], None],
 ) -> None:
-    """Copy new parameters, and buffers of new models, from the first worker to all. Collective."""
+    """Copy new parameters, and buffers of new models, from the first worker to all. Collective.
+
+    Args:
+        everyone: Agreement of all workers.
+        slots: The new parameters.
+        models: The new models, with the prefix of their names.
+        optimizers: The optimizers of the call, whose settings are compared.
+        say: Called with a message if values differed.
+    """
     check_parameters(slots)
     if everyone.group.size > 1:
         tensors: list[tuple[str, Tensor]] = [(slot.name, slot.parameter) for slot in slots]
@@ -296,15 +311,24 @@ def make_equal(
     optimizers: list[Optimizer],
     say: Callable[[str], None],
 ) -> None:
-    """Compare prepared objects on all workers, and copy the first one's values. Collective.
+    """Compare prepared objects on all workers, and copy the first worker's values. Collective.
 
-    `say` is called if values differed.
+    Args:
+        agreement: Agreement of all workers.
+        group: The same workers.
+        tensors: Parameters and buffers, with their names.
+        optimizers: Optimizers whose settings are compared.
+        say: Called with a message if values differed.
+
+    Raises:
+        UsageError: Names, shapes, dtypes or settings differ; raised on all workers.
     """
     names = {id(x): name for name, x in tensors}
     layout = [
         f"{name} {list(x.shape)} {x.dtype}{_frozen_word(x)}{' without memory' if x.is_meta else ''}"
         for name, x in tensors
     ]
+    # Layouts are compared first: the broadcasts below need the same tensors on all workers.
     _check_same_layout(
         agreement,
         [
@@ -312,7 +336,9 @@ def make_equal(
             *(line for optimizer in optimizers for line in _describe_groups(optimizer, names)),
         ],
     )
-    tensors = [(name, x) for name, x in tensors if not x.is_meta]  # those are made alike by all
+    # Tensors without memory get their values later, the same ones on all workers.
+    tensors = [(name, x) for name, x in tensors if not x.is_meta]
+    # Equal hashes save sending the values, which is the usual case.
     digest = hashlib.sha256()
     for _, x in tensors:
         digest.update(
@@ -326,7 +352,7 @@ def make_equal(
         return
     say(
         f"parameters or buffers of rank {', '.join(map(str, different))} differed from rank 0's "
-        "and were replaced by them (seed all workers alike to avoid it)"
+        "and were replaced by those of rank 0 (seed all workers alike to avoid it)"
     )
     with torch.no_grad():
         for name, x in tensors:
@@ -338,7 +364,10 @@ def _frozen_word(x: Tensor) -> str:
 
 
 def _describe_groups(optimizer: Optimizer, names: dict[int, str]) -> Iterator[str]:
-    """Yield a line for each parameter group, with the settings that would let replicas diverge."""
+    """Yield a line for each parameter group, with settings by which replicas could diverge.
+
+    Its parameters are given by a hash of their names, as a group may have thousands.
+    """
     for which, group in enumerate(optimizer.param_groups):
         plain = {
             key: float(value) if isinstance(value, Tensor) else value
@@ -359,19 +388,22 @@ def _describe_groups(optimizer: Optimizer, names: dict[int, str]) -> Iterator[st
 
 
 def _check_same_layout(agreement: Agreement, layout: list[str]) -> None:
+    # Hashes travel first. The layouts themselves are long, and only needed for the message.
     digests = agreement.meet("prepare", hashlib.sha256("\n".join(layout).encode()).digest())
     if all(digest == digests[0] for digest in digests):
         return
     layouts = [
-        msgpack.unpackb(a) for a in agreement.meet("layouts of prepare", msgpack.packb(layout))
+        msgpack.unpackb(body)
+        for body in agreement.meet("layouts of prepare", msgpack.packb(layout))
     ]
+    # All workers have all layouts, so all of them raise the same error.
     first = layouts[0]
     for rank, other in enumerate(layouts):
         for one, another in zip(first, other, strict=False):
             if one != another:
                 raise UsageError(
                     "workers prepare different things: "
-                    f"rank 0 has {one} where rank {rank} has {another}; "
+                    f"rank 0 has {one}, and rank {rank} has {another} in its place; "
                     "build the same model and optimizer on every worker"
                 )
         if len(other) != len(first):

@@ -1,4 +1,4 @@
-"""Clips gradients to their norm over all workers, if parameters are cut over some of them.
+"""Clips gradients of a cut model by their norm over all workers.
 
 |g|^p = sum of whole parameters, once    + sum of parameters cut along `tensor`, over `tensor`
       + sum of parameters cut along `shard`, over `shard`    + sum of those cut along both
@@ -32,14 +32,28 @@ def clip_gradients(
 ) -> Tensor:
     """Clip the gradients of parameters, and return their norm before. Collective.
 
-    A parameter that was cut stands for the pieces that are trained in its place. With `finite`, a
-    norm that is not finite raises `RuntimeError` on all workers and leaves gradients as they are.
+    Args:
+        parameters: Parameters. One that was cut stands for the piece that is trained in its place.
+        max_norm: Largest norm that is left as it is.
+        norm_type: Exponent p of the norm, above 0; may be inf.
+        finite: Whether a norm that is not finite raises an error. Default: no.
+        cuts: The cuts of the run.
+        axes: The groups of the run.
+
+    Returns:
+        The norm, as a tensor on the CPU.
+
+    Raises:
+        RuntimeError: The norm is not finite and `finite` is set. Raised on all workers; gradients
+            stay as they are.
+        UsageError: `norm_type` is not above 0.
     """
     if not norm_type > 0:
         raise UsageError(
             f"run.clip: norm_type={norm_type} is no norm; give a number above 0, or inf"
         )
-    # Norms by the axes along which a parameter is cut: a sum along them counts each part once.
+    # Norms are kept apart by the axes along which a parameter is cut. A sum along these axes counts
+    # each part once. Every combination has an entry, so that all workers make the same calls.
     norms = {
         frozenset(kind): list[Tensor]()
         for count in range(len(axes.cut_axes) + 1)
@@ -54,13 +68,14 @@ def clip_gradients(
         grads.append(trained.grad)
         placement = cuts.placements.placement_of(trained)
         kind = frozenset(placement.axes) & frozenset(axes.cut_axes)
-        if trained.grad.numel() and not placement.copy:  # the largest of no numbers is none
+        # An empty gradient has no largest element (p = inf), and a copy counts on another worker.
+        if trained.grad.numel() and not placement.copy:
             norms[kind].append(
                 torch.linalg.vector_norm(trained.grad, norm_type, dtype=torch.float64)
             )
-    sums = {kind: _join_norms(mine, norm_type) for kind, mine in norms.items()}
+    sums = {kind: _join_norms(own_norms, norm_type) for kind, own_norms in norms.items()}
     groups = {kind: axes.groups.group_along(*kind) for kind in sums if kind}
-    # All gathers travel at once.
+    # All gathers begin before the first one is waited for, so they overlap.
     gathers = [group.all_gather(sums[kind], name="run.clip") for kind, group in groups.items()]
     parts = (
         axes.slice.agreement.wait_for_some(
@@ -72,19 +87,21 @@ def clip_gradients(
     total = float(_join_norms([sums[frozenset()], *parts], norm_type))
     if finite:
         check_norm_is_finite(total, norm_type)
-    # so that a norm that is no number reaches the gradients, as torch has it
+    # The test is negated for a norm of nan: as in torch, it makes the gradients nan.
+    # `_foreach_mul_` is private to torch, which clips with it too. If it goes, this raises an
+    # AttributeError, and a loop over `grads` does the same.
     if grads and not total + TINY <= max_norm:
         torch._foreach_mul_(grads, max_norm / (total + TINY))
     return torch.tensor(total, dtype=grads[0].dtype if grads else torch.get_default_dtype())
 
 
 def _join_norms(norms: list[Tensor], norm_type: float) -> Tensor:
-    """Norm of vectors side by side from their norms, on the processor.
+    """Compute the norm of a vector from the norms of its parts, on the CPU.
 
-    To read it waits for a GPU once.
+    It waits for a GPU once.
     """
     if not norms:
         return torch.zeros(1, dtype=torch.float64)
-    beside = torch.stack([norm.to(norms[0].device).reshape(()) for norm in norms])
-    joined: Tensor = torch.linalg.vector_norm(beside, norm_type)
+    stacked = torch.stack([norm.to(norms[0].device).reshape(()) for norm in norms])
+    joined: Tensor = torch.linalg.vector_norm(stacked, norm_type)
     return joined.reshape(1).cpu()

@@ -1,8 +1,8 @@
-"""Copies of cut models that scripts keep, such as averages: each parameter lies as the model's.
+"""Copies of cut models that scripts keep, such as averages. They are cut as their models are.
 
-model      tokens.weight  11 x 12 on this worker, nothing on the next      a checkpoint has one
-                          tensor of both
-copy       average.module.tokens.weight: the same
+model    tokens.weight                  11 x 12 here, nothing on the next worker
+                                        a checkpoint has one tensor, made of both parts
+copy     average.module.tokens.weight   the same
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.parallel.placement import Placements
 
 
 class ModelCopy(NamedTuple):
-    """A copy, under the name of what it was kept in, and the model."""
+    """A copy of a model. `name` is the name of the kept object, and the path of the copy in it."""
 
     name: str
     copy: nn.Module
@@ -27,25 +27,32 @@ class ModelCopy(NamedTuple):
 
 
 class ModelCopies:
-    """Finds copies in what is kept, and notes where their parameters are."""
+    """Finds copies of models in kept objects, and notes the placements of their parameters."""
 
     def __init__(self, placements: Placements) -> None:
         self._placements = placements
         self._copies: list[ModelCopy] = []
 
     def find_copies(self, name: str, thing: object, models: Iterable[nn.Module]) -> None:
-        """Find copies of these models in a kept object: modules with parameters of equal names
-        and sizes.
+        """Find copies of models in a kept object.
+
+        A copy is a module whose parameters have the same names and shapes as those of the model.
+
+        Args:
+            name: Name of the kept object.
+            thing: The kept object.
+            models: The models.
         """
         if not isinstance(thing, nn.Module):
             return
-        wanted = [(model, _list_shapes(model)) for model in models]
+        shapes_by_model = [(model, _list_shapes(model)) for model in models]
         for path, module in thing.named_modules():
+            # A model without parameters would match every module without parameters.
             model = next(
                 (
                     model
-                    for model, sizes in wanted
-                    if module is not model and sizes and sizes == _list_shapes(module)
+                    for model, shapes in shapes_by_model
+                    if module is not model and shapes and shapes == _list_shapes(module)
                 ),
                 None,
             )
@@ -54,7 +61,7 @@ class ModelCopies:
                 self._note_placements(self._copies[-1])
 
     def _note_placements(self, model_copy: ModelCopy) -> None:
-        """Note where the parameters of a copy are: where those of its model are."""
+        """Note that the parameters of a copy have the placements of its model's parameters."""
         for (key, copied), original in zip(
             model_copy.copy.named_parameters(), model_copy.model.parameters(), strict=True
         ):
@@ -65,12 +72,16 @@ class ModelCopies:
                 )
 
     def copies_of(self, model: nn.Module) -> list[nn.Module]:
-        """Return the copies of a model."""
+        """Copies of a model in kept objects."""
         return [copy for _, copy, other in self._copies if other is model]
 
 
 def watch_averages() -> None:
-    """Make torch's averages explain the error if parameters were cut after they were made."""
+    """Make torch's averages explain the error if parameters were cut after they were made.
+
+    torch itself would fail with a message about two sizes. The method of the class is replaced,
+    once for the process, because a script makes its averages at any time.
+    """
     own = AveragedModel.update_parameters
     if getattr(own, "_paceline_checked", False):
         return
@@ -81,10 +92,10 @@ def watch_averages() -> None:
         ):
             if averaged.shape != current.shape:
                 raise UsageError(
-                    "this AveragedModel was made before run.prepare has cut the model: "
-                    f"its {name} is of shape {list(averaged.shape)}, and the model's "
-                    f"is {list(current.shape)} on this worker; "
-                    "make it of the model that run.prepare returns"
+                    "this AveragedModel was made before run.prepare cut the model: "
+                    f"its {name} has shape {list(averaged.shape)}, and the model's has "
+                    f"{list(current.shape)} on this worker; "
+                    "make it from the model that run.prepare returns"
                 )
         own(self, model)
 

@@ -1,4 +1,4 @@
-"""The cuts of a run. They are applied before anything else looks at a model's parameters."""
+"""Applies the cuts of a run, before anything else uses a model's parameters."""
 
 from __future__ import annotations
 
@@ -34,18 +34,31 @@ if TYPE_CHECKING:
     from paceline.parallel.pipelining.pipelined_model import PipelinedModel
 
 WantedCuts = ModelCut | str | Sequence[ModelCut]
-WHOLE = (Adafactor, Muon)  # optimizers of torch that look at all of a matrix
-# layers are cut first, then dealt, and what a worker has left of them is shared out
+WHOLE = (Adafactor, Muon)  # torch's optimizers that compute with whole matrices
+# Order of cuts: layers are cut, then they are dealt to stages, then the parameters that a worker
+# still has are sharded.
 ORDER = ("tensor", "stage", "shard")
 
 
 class ModelCuts:
-    """Applies cuts, and keeps what became of each parameter.
+    """Applies cuts, and remembers the replacement of each parameter.
 
-    `override`: those of `paceline run --cut`, in the place of the script's.
+    Invariants:
+        - `placements` is empty until the first cut. Then it has each parameter of a cut model.
+        - `applied` has each cut once. `_used` has the axes of `applied`; the axis "" means a cut
+          that leaves each worker the whole model.
+        - `_renewed` leads from a parameter to its replacement by one cut. After several cuts the
+          parameter that is trained is at the end of a chain.
+        - `_summed` has trained parameters only, of models with a cut along `shard`.
+        - `_endings` and `_followers` belong to cuts in `applied`. `_endings` is empty after the
+          run.
 
-    `note` is told of what happens while models train. `parting`: whether stages that share a weight
-    may come to have different ones.
+    Args:
+        axes: The groups of the run.
+        seed: Seed of the values of parameters that were built without memory.
+        override: Cuts of `paceline run --cut`, in place of the script's. Default: the script's.
+        note: Called with a line about each change of a cut during training. Default: ignored.
+        parting: Tells whether copies of a weight that two stages share may differ. Default: no.
     """
 
     def __init__(
@@ -64,7 +77,7 @@ class ModelCuts:
         self.sources: list[CutGradients] = []
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.pipelines: list[tuple[nn.Module, PipelinedModel]] = []
-        # of the loaders that are prepared
+        # Makes a sample batch from the prepared loaders.
         self.sample: Callable[[int], tuple[Any, ...]] = functools.partial(sample_batch, ())
         self._statistics: str | None = None
         self.copies = ModelCopies(self.placements)
@@ -73,13 +86,13 @@ class ModelCuts:
         self._summed = WeakIdKeyDictionary()  # parameters whose gradients a cut sums along `shard`
         self._endings: list[Callable[[], None]] = []
         self._followers: list[Callable[[], None]] = []
-        # by the id of what was cut
+        # By id of the replaced parameter. The weak reference tells whether the id is still its own.
         self._renewed: dict[int, tuple[weakref.ref[Parameter], Parameter]] = {}
 
     def choose_cuts(self, wanted: WantedCuts | None) -> tuple[ModelCut, ...]:
-        """Return the cuts for models that are prepared now.
+        """Choose the cuts for the models of this call, in the order in which they are applied.
 
-        Raises `UsageError` for one along an axis that the mesh doesn't have.
+        Raises `UsageError` for a cut along an axis that the mesh doesn't have.
         """
         cuts = (
             self._override
@@ -92,15 +105,15 @@ class ModelCuts:
         for cut in cuts:
             if not cut.axis and len(cuts) > 1:
                 raise UsageError(
-                    f"cut={format_as_call(cut)} leaves each worker all of the model, and goes with "
-                    "no other cut: take one of them"
+                    f"cut={format_as_call(cut)} leaves each worker the whole model, and can't be "
+                    "combined with another cut: use one of them"
                 )
             if cut.axis and cut.axis not in mesh.names:
                 raise UsageError(
                     f"cut={format_as_call(cut)} is along `{cut.axis}`, and the mesh ({mesh}) "
-                    f"doesn't have that: say pl.start(mesh={cut.axis!r}), or paceline run --mesh "
-                    f"{cut.axis}, and all workers are along it (mesh='data, {cut.axis}=2': two of "
-                    "each replica)"
+                    f"has no such axis: say pl.start(mesh={cut.axis!r}), or "
+                    f"paceline run --mesh {cut.axis}, to put all workers along it (mesh='data, "
+                    f"{cut.axis}=2': two workers of each replica)"
                 )
         return tuple(
             sorted(cuts, key=lambda cut: ORDER.index(cut.axis) if cut.axis in ORDER else len(ORDER))
@@ -109,16 +122,23 @@ class ModelCuts:
     def models_on_one_device(
         self, models: Iterable[nn.Module], cuts: Sequence[ModelCut]
     ) -> list[nn.Module]:
-        """Models that no cut puts on several devices of a worker.
+        """List the models that are on one device of this worker.
 
-        `cuts` are for new models; cuts from before count as well.
+        Args:
+            models: The models.
+            cuts: Cuts that these models are about to get. Earlier cuts count as well.
         """
-        several = any(not cut.axis for cut in cuts)
+        become_spread = any(not cut.axis for cut in cuts)
         spread_ids = {id(model) for model in self._spread}
-        return [model for model in models if not (several or id(model) in spread_ids)]
+        return [model for model in models if not (become_spread or id(model) in spread_ids)]
 
     def note_options(self, loaders: Sequence[DataLoader[Any]], statistics: str | None) -> None:
-        """Take sample batches for measurements from these loaders, and the BatchNorm option."""
+        """Note the options of a call that cuts use.
+
+        Args:
+            loaders: Loaders that give the sample batches for measurements. Empty: as before.
+            statistics: The option `batchnorm`.
+        """
         self._statistics = statistics
         if loaders:
             self.sample = functools.partial(sample_batch, loaders)
@@ -130,11 +150,20 @@ class ModelCuts:
         optimizers: Sequence[Optimizer],
         initial: InitialValues,
     ) -> list[CutGradients]:
-        """Cut models, which have these prefixes in names, and give their parts values.
+        """Cut models, and give their parts values. Collective.
 
-        Return where gradients come from. Collective.
+        Args:
+            models: Models, each with the prefix of its names.
+            cuts: Cuts, in the order in which they are applied.
+            optimizers: Optimizers that are prepared in the same call.
+            initial: First values of the parameters.
+
+        Returns:
+            Sources of the gradients that autograd doesn't add to the trained parameters.
         """
-        axes, sources, valued = self._axes, list[CutGradients](), list[Callable[[], None]]()
+        axes, sources = self._axes, list[CutGradients]()
+        value_callbacks: list[Callable[[], None]] = []
+        # Optimizers of earlier calls were checked then. By now they may step flat pieces.
         self.refuse_late_optimizers(
             optimizer for optimizer in optimizers if optimizer not in self._optimizers
         )
@@ -145,8 +174,8 @@ class ModelCuts:
             refuse_optimizer_state(optimizer, model.parameters())
         for prefix, model in models:
             tied = list[Parameter]()
-            # Cuts follow each other, from the outermost axis inwards: each one finds the parts that
-            # the one before has left.
+            # Cuts follow each other, from the outermost axis inwards. Each cut works on the parts
+            # that the one before has left.
             for cut in cuts:
                 context = CutContext(
                     axes.mesh,
@@ -161,31 +190,41 @@ class ModelCuts:
                 )
                 self._cut_model(cut, prefix, model, context, len(models))
                 sources += context.gradient_sources
-                valued += context.value_callbacks
+                value_callbacks += context.value_callbacks
             if cuts:
                 mark_state_parts(model, self.placements.placement_of)
         if self._statistics == "sync" and self.pipelines:
             raise UsageError(
-                "batchnorm='sync' can't be had with layers on several workers (pipeline): "
-                "leave it out, and statistics are those of each micro-batch, on its worker"
+                "batchnorm='sync' can't be used with layers on several workers (pipeline): "
+                "leave it out; each worker then takes statistics of its micro-batches"
             )
         self.sources += sources
+        # Values come after all cuts, so that a worker makes memory for its own part only.
         initial.give_values(self.placements, axes.everyone, axes.slice.announce)
-        for act in valued:
-            act()
+        for callback in value_callbacks:
+            callback()
         return sources
 
     def _cut_model(
-        self, cut: ModelCut, prefix: str, model: nn.Module, context: CutContext, models: int
+        self, cut: ModelCut, prefix: str, model: nn.Module, context: CutContext, model_count: int
     ) -> None:
-        """Apply a cut to one of several models, and keep what it needs for the rest of the run."""
+        """Apply a cut to one of the models of a call, and note its consequences.
+
+        Args:
+            cut: The cut.
+            prefix: Prefix of the model's names.
+            model: The model.
+            context: The context that the cut gets, and fills with callbacks.
+            model_count: Number of models of the call.
+        """
         # Logical names are those of the uncut model, and every part keeps its own.
         before = dict(model.named_parameters())
         for name, parameter in before.items():
             self.placements.add_placement(
                 parameter, self.placements.placement_of(parameter, prefix + name)
             )
-        _apply_cut(cut, model, context, models)
+        _apply_cut(cut, model, context, model_count)
+        # Take over everything that the cut needs in the rest of the run.
         self._note_replacements(before, dict(model.named_parameters()), context.replacements)
         self._used.add(cut.axis)
         for parameter in model.parameters() if cut.axis == "shard" else ():
@@ -202,6 +241,11 @@ class ModelCuts:
         now: dict[str, Parameter],
         renewed: dict[Parameter, Parameter],
     ) -> None:
+        """Note the replacements of one cut.
+
+        Some have the same name in the model `now`. The pieces of shard(zero=1) and (zero=2) are no
+        parameters of the model, so the cut lists them in `renewed`, which wins.
+        """
         replaced = {
             old: now[name] for name, old in before.items() if name in now and now[name] is not old
         }
@@ -209,21 +253,23 @@ class ModelCuts:
             self._renewed[id(old)] = weakref.ref(old), new
 
     def replacement_of(self, parameter: Parameter) -> Parameter | None:
-        """Tensor that is trained in the place of a parameter that was cut; None for all others."""
+        """The parameter that is trained in the place of one that was cut; None for all others."""
         replacement = None
+        # Follow the chain of several cuts. An id may belong to a new object by now, so the
+        # reference is compared as well.
         while (entry := self._renewed.get(id(parameter))) is not None and entry[0]() is parameter:
             replacement = parameter = entry[1]
         return replacement
 
     def trained_tensor(self, parameter: Parameter) -> Parameter:
-        """Tensor that is trained in the place of a parameter, or the parameter itself."""
+        """The parameter that is trained in the place of this one, which may be this one itself."""
         replacement = self.replacement_of(parameter)
         return parameter if replacement is None else replacement
 
     def repoint_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers step what is trained in the place of their parameters.
+        """Let optimizers step the parameters that are trained in the place of theirs.
 
-        Raises `UsageError` for one that can't.
+        Raises `UsageError` for an optimizer that can't.
         """
         for optimizer in optimizers if self._renewed else ():
             repoint_optimizer(optimizer, self.replacement_of)
@@ -232,9 +278,8 @@ class ModelCuts:
         self.refuse_whole_optimizers(optimizers)
 
     def find_flat_parameter(self, optimizer: Optimizer) -> str:
-        """Name of a parameter of an optimizer that the model holds only as a flat piece; "" if
-        none.
-        """
+        """Find a parameter of an optimizer that is a flat piece. Returns its name; "" if none."""
+        # A flat piece has one dimension, and its logical tensor usually has more.
         parameters = (
             (p for group in optimizer.param_groups for p in group["params"])
             if len(self.placements)
@@ -242,57 +287,59 @@ class ModelCuts:
         )
         return next(
             (
-                where.name
+                placement.name
                 for p in parameters
-                if p.dim() != len((where := self.placements.placement_of(p)).shape)
+                if p.dim() != len((placement := self.placements.placement_of(p)).shape)
             ),
             "",
         )
 
     def refuse_late_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `UsageError` for optimizers of models that were cut before.
+        """Raise `UsageError` for optimizers that were made after their model was cut.
 
-        A script that groups parameters by shape would see flat pieces.
+        A script that groups parameters by shape would have seen flat pieces.
         """
         for optimizer in optimizers:
             if name := self.find_flat_parameter(optimizer):
                 raise UsageError(
                     f"the {type(optimizer).__qualname__} steps {name}, which is a flat piece since "
-                    "shard(zero=3) has cut its model, so "
-                    "groups made by shape would be wrong: make the optimizer before run.prepare, "
-                    "and give it to the call that cuts it"
+                    "shard(zero=3) cut its model, so groups made by shape would be wrong: make the "
+                    "optimizer before run.prepare, and give it to the call that cuts the model"
                 )
 
     def refuse_whole_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise `UsageError` for optimizers that may look at whole parameters which are cut
-        here.
-        """
+        """Raise `UsageError` for optimizers that may need whole parameters, if those are cut."""
         mesh = self._axes.mesh
-        dealt = (
+        # Parameters of pipelined models are whole, but other workers have other layers.
+        dealt_ids = (
             {id(p) for model, _ in self.pipelines for p in model.parameters()}
             if mesh.axis_size("stage") > 1
             else set()
         )
         for optimizer in optimizers if len(self.placements) else ():
-            refuse_one_number(optimizer, self.placements, mesh, dealt)
+            refuse_one_number(optimizer, self.placements, mesh, dealt_ids)
             stepped = [p for group in optimizer.param_groups for p in group["params"]]
-            for where in map(self.placements.placement_of, stepped):
-                if any(mesh.axis_size(axis) > 1 for axis in where.axes if axis != "stage"):
-                    check_elementwise(optimizer, where.name)
-            if isinstance(optimizer, WHOLE) and any(id(p) in dealt for p in stepped):
+            for placement in map(self.placements.placement_of, stepped):
+                if any(mesh.axis_size(axis) > 1 for axis in placement.axes if axis != "stage"):
+                    check_elementwise(optimizer, placement.name)
+            if isinstance(optimizer, WHOLE) and any(id(p) in dealt_ids for p in stepped):
                 raise UsageError(
-                    f"{type(optimizer).__qualname__} looks at whole matrices, and fails on those "
+                    f"{type(optimizer).__qualname__} needs whole matrices, and fails on those "
                     "that other stages of the pipeline have: "
-                    "what goes is an optimizer that steps each element by itself, such as AdamW"
+                    "use an optimizer that steps each element by itself, such as AdamW"
                 )
 
-    def replace_slots(self, found: Iterable[Slot]) -> Iterator[Slot]:
-        """Yield slots of the tensors that are trained for cut parameters, once, by logical name."""
+    def replace_slots(self, model_slots: Iterable[Slot]) -> Iterator[Slot]:
+        """Yield slots of the parameters that are trained in place of cut ones.
+
+        Each is yielded once, by its logical name.
+        """
         if not len(self.placements):
-            yield from found
+            yield from model_slots
             return
-        slots, seen = list(found), set[int]()
-        # of a piece, which no model has
+        slots, seen = list(model_slots), set[int]()
+        # An optimizer may have a flat piece already, which is in no model. Its slot then has the
+        # optimizer, and the slot of the model's parameter has none.
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
         for slot in slots:
             parameter = self.trained_tensor(slot.parameter)
@@ -310,7 +357,7 @@ class ModelCuts:
                 )
 
     def announce_change(self, what: str) -> None:
-        """Say what has changed, and note the first line of that."""
+        """Print a change on the first worker, and pass its first line to `note`."""
         self._note_event(what.partition("\n")[0])
         self._axes.slice.announce(what)
 
@@ -318,33 +365,34 @@ class ModelCuts:
         self._axes.slice.trace.record_span(what, "stage", began, ended)
 
     def pipeline_of(self, model: nn.Module) -> PipelinedModel | None:
-        """Return the pipeline that a model is cut into; None for one whose layers are all here."""
+        """Get the pipeline that a model is cut into; None if all of its layers are here."""
         return next((pipeline for other, pipeline in self.pipelines if other is model), None)
 
     def without_stages(self, models: Iterable[nn.Module]) -> list[nn.Module]:
-        """Return the models whose layers are all here."""
+        """List the models that have all of their layers here."""
         return [model for model in models if self.pipeline_of(model) is None]
 
     def level_ties(self) -> None:
-        """Copy a tied weight from one stage to all that have it, part by part. Collective."""
+        """Copy each tied weight from one stage to the others that have it. Collective."""
         if not self._parting():
             return
         for _, pipeline in self.pipelines:
             pipeline.level_ties()
+        # The copies went to the trained pieces, so the whole parameters must follow.
         if any(tie.group is not None for _, pipeline in self.pipelines for tie in pipeline.ties):
             self.follow_pieces()
 
     def follow_pieces(self) -> None:
-        """Make whole parameters what their pieces are, where both are kept. Collective."""
+        """Set whole parameters to the values of their pieces, if both are kept. Collective."""
         for follow in self._followers:
             follow()
 
     def stage_splits(self) -> list[list[int]]:
-        """First layer of each stage, and the number of layers at the end."""
+        """First layer of each stage, then the number of layers, for each pipeline."""
         return [list(pipeline.split.bounds) for _, pipeline in self.pipelines]
 
     def share_stage_state(self) -> None:
-        """Let all workers know what only those of a stage do, and a state has of all: buffers.
+        """Give all workers the buffers that only one stage has, for a state of the whole model.
 
         Collective.
         """
@@ -353,7 +401,7 @@ class ModelCuts:
             pipeline.share_buffers(self.copies.copies_of(model))
 
     def end_cuts(self) -> None:
-        """End what cuts have begun, as the run is over."""
+        """Call the closing functions of cuts, the last one first, as the run is over."""
         while self._endings:
             self._endings.pop()()
 
@@ -365,30 +413,31 @@ class ModelCuts:
         unused = [name for name in self._axes.cut_axes if name not in self._used]
         if unused:
             raise UsageError(
-                f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and nothing is cut "
-                "along it: its workers would all do the same. "
+                f"the mesh ({self._axes.mesh}) has the axis `{unused[0]}`, and no model is cut "
+                "along it, so its workers would all do the same. "
                 f"Give prepare(..., cut=[...]) a cut along `{unused[0]}`, "
-                "or leave it out of the mesh"
+                "or leave the axis out of the mesh"
             )
 
     def merge_summed_slots(self, slots: list[Slot]) -> list[Slot]:
-        """Return slots of what is trained.
+        """Check the slots of trained parameters, and return them.
 
-        Raises `UsageError` for one whose gradients nothing sums along `shard`, as cuts alone do.
+        Raises `UsageError` for a slot whose gradients are not summed along `shard`. Only a cut of
+        the model sums them.
         """
         for slot in slots if self._axes.mesh.axis_size("shard") > 1 else ():
             if slot.optimizer is not None and slot.parameter not in self._summed:
                 raise UsageError(
-                    f"{slot.name} is trained, and its model isn't cut along `shard`, where workers "
-                    "have other samples: nothing would sum "
-                    "its gradients over them. Cut its model too, run.prepare(model, ..., "
+                    f"{slot.name} is trained, but its model isn't cut along `shard`. Workers along "
+                    "that axis have different samples, and its gradients would not be summed over "
+                    "them. Cut its model too, run.prepare(model, ..., "
                     f"cut=[shard()]), or leave `shard` out of the mesh ({self._axes.mesh})"
                 )
         return slots
 
 
 def read_cuts(wanted: WantedCuts) -> tuple[ModelCut, ...]:
-    """Return the cuts that a script, or a text in notation, asks for."""
+    """Read cuts from a script's argument, or from a text in notation."""
     cuts = (
         notation.parse_cuts(wanted)
         if isinstance(wanted, str)
@@ -406,26 +455,32 @@ def read_cuts(wanted: WantedCuts) -> tuple[ModelCut, ...]:
     return tuple(cuts)
 
 
-def _apply_cut(cut: ModelCut, model: nn.Module, context: CutContext, models: int) -> None:
-    """Cut a model, and say which one it is where it is one of several that can't be cut alike."""
+def _apply_cut(cut: ModelCut, model: nn.Module, context: CutContext, model_count: int) -> None:
+    """Cut a model. If the call has several models, an error names the one that can't be cut."""
     try:
         cut.apply(model, context)
     except UsageError as error:
-        if models == 1:
+        if model_count == 1:
             raise
         raise UsageError(
             f"{error}. That is the {type(model).__name__}: "
-            f"cut= is for each of the {models} models of this "
-            "call to run.prepare; give one that is cut otherwise, or not, to a call of its own"
+            f"cut= applies to each of the {model_count} models of this call to run.prepare; "
+            "prepare a model that needs another cut, or none, in a call of its own"
         ) from error
 
 
 def refuse_one_number(
     optimizer: Optimizer, placements: Placements, mesh: Mesh, dealt: Container[int]
 ) -> None:
-    """Raise `UsageError` for an optimizer that takes one number over all parameters.
+    """Raise `UsageError` for an optimizer that computes one number over all parameters.
 
-    It is wrong if workers have parts of parameters, or different layers (`dealt`).
+    The number would be wrong if workers have parts of parameters, or different layers.
+
+    Args:
+        optimizer: The optimizer.
+        placements: Placements of its parameters.
+        mesh: Mesh of the workers.
+        dealt: Ids of parameters of models whose layers are dealt to stages.
     """
     for parameter in (
         (p for group in optimizer.param_groups for p in group["params"])
@@ -437,9 +492,8 @@ def refuse_one_number(
         ]
         if along or id(parameter) in dealt:
             raise UsageError(
-                f"{type(optimizer).__qualname__} takes one number (a norm, a step size) over all "
-                "parameters, and each worker along "
-                f"`{along[0] if along else 'stage'}` would take that of its own parts: "
-                "what goes is an optimizer that steps each "
-                "element by itself, such as AdamW"
+                f"{type(optimizer).__qualname__} computes one number (a norm, a step size) over "
+                "all parameters, and each worker along "
+                f"`{along[0] if along else 'stage'}` would compute it over its own parts: "
+                "use an optimizer that steps each element by itself, such as AdamW"
             )

@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def make_mover(device: torch.device) -> Callable[[Any], Any] | None:
-    """Return a function that moves a batch to `device`; None where there is nothing to do.
+    """Make a function that moves a batch to `device`; None if batches are there already (CPU).
 
-    Tensors in dicts, lists, tuples and named tuples are moved, and objects with a method `to`
-    (packed sequences, a user's batch class). From pinned memory (`pin_memory=True`) the copy
-    overlaps with the processor's work; the training stream sees it in order.
+    It moves tensors in dicts, lists, tuples and named tuples, and objects with a method `to`
+    (packed sequences, a user's batch class). A copy from pinned memory (`pin_memory=True`) overlaps
+    with work of the CPU. Kernels that use the batch come after it on the same CUDA stream.
     """
     if device.type == "cpu":
         return None
@@ -24,8 +24,10 @@ def make_mover(device: torch.device) -> Callable[[Any], Any] | None:
             return value.to(device, non_blocking=True)
         if callable(getattr(value, "to", None)):
             return value.to(device)
+        # A named tuple takes its fields as separate arguments, other tuples take one iterable.
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*map(move, value))
+        # Subclasses of list and tuple may have any constructor, so they stay as they are.
         if type(value) in (list, tuple):
             return type(value)(map(move, value))
         if type(value) is dict:

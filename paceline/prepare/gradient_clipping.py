@@ -1,8 +1,8 @@
-"""Clips gradients of a run where they are whole, for `run.clip` and for torch's functions.
+"""Clips the exchanged gradients of a run, for `run.clip` and for torch's functions.
 
-usually                 gradients that are left are exchanged, and torch clips
-where servers step      servers clip by the norm, as they alone have all gradients
-where models are cut    both take the norm over all workers
+usually                 gradients that are not exchanged yet are exchanged, and torch clips
+if servers step         servers clip by the norm, as only they have all gradients
+if models are cut       the norm is taken over all workers
 """
 
 from __future__ import annotations
@@ -38,32 +38,42 @@ class GradientClipping:
         self, loop: TrainingLoop, cuts: ModelCuts, axes: RunAxes, remote: RemoteSteps
     ) -> None:
         self._loop, self._cuts, self._axes, self._remote = loop, cuts, axes, remote
-        self._known: set[int] = set()  # ids of parameters
-        self._whole_parameters: list[
-            weakref.ref[Parameter]
-        ] = []  # which others are trained in the place of
+        self._followed_ids: set[int] = set()  # ids of parameters
+        # Parameters that are not trained themselves, because pieces of them are.
+        self._whole_parameters: list[weakref.ref[Parameter]] = []
 
     def follow_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Clip the gradients of these parameters in torch's place, until the run ends."""
-        new = [parameter for parameter in parameters if id(parameter) not in self._known]
+        new = [parameter for parameter in parameters if id(parameter) not in self._followed_ids]
         if new:
-            self._known.update(map(id, new))
+            self._followed_ids.update(map(id, new))
             register_clipper(new, self, cut=bool(self._axes.cut_axes))
-            parts = [
-                whole
-                for whole in new
-                if isinstance(whole, Parameter) and self._cuts.replacement_of(whole) is not None
+            # With shard(zero=1) and (zero=2) the model has whole parameters, which are not trained.
+            replaced = [
+                parameter
+                for parameter in new
+                if isinstance(parameter, Parameter)
+                and self._cuts.replacement_of(parameter) is not None
             ]
-            self._whole_parameters += map(weakref.ref, parts)
+            self._whole_parameters += map(weakref.ref, replaced)
             self._loop.undos.append(functools.partial(unregister_clipper, new))
 
     def clip_gradients(
         self, parameters: list[Tensor], max_norm: float, norm_type: float, *, finite: bool = False
     ) -> Tensor:
-        """Clip gradients where they are, and return their norm before.
+        """Clip exchanged gradients on the workers or servers that have them.
 
-        `finite`: raise `RuntimeError` on all workers for one that isn't.
+        Args:
+            parameters: Parameters whose gradients are clipped.
+            max_norm: Largest norm that is left as it is.
+            norm_type: Exponent of the norm.
+            finite: Whether a norm that is not finite raises `RuntimeError` on all workers.
+                Default: no.
+
+        Returns:
+            The norm before.
         """
+        # Each worker has a part of the gradients, so the norm is taken over all workers.
         if self._axes.cut_axes:
             act = functools.partial(
                 clipping.clip_gradients,
@@ -89,9 +99,17 @@ class GradientClipping:
         *,
         finite: bool = False,
     ) -> Tensor:
-        """Clip by the norm, and return it.
+        """Clip by the norm, in place of torch's function.
 
-        Raises `RuntimeError` for one that isn't finite and has to be, where gradients are whole.
+        Args:
+            parameters: Parameters whose gradients are clipped.
+            max_norm: Largest norm that is left as it is.
+            norm_type: Exponent of the norm.
+            own: Calls torch's function as the script called it.
+            finite: Whether a norm that is not finite raises `RuntimeError`. Default: no.
+
+        Returns:
+            The norm before.
         """
         loop = self._loop
         loop.exchange_due_gradients("clip_grad_norm_")
@@ -99,21 +117,22 @@ class GradientClipping:
             return own()
         if loop.is_acting:
             return self.clip_gradients(parameters, max_norm, norm_type, finite=finite)
+        # No step follows, so a norm without any exchange is good enough for the script to print.
         return compute_local_norm(
             [parameter.grad for parameter in parameters if parameter.grad is not None], norm_type
         )
 
     def clip_each(self, name: str, own: Callable[[], Any]) -> Any:
-        """Clip each gradient by itself.
+        """Clip each gradient by itself, by torch's function `name`.
 
-        Raises `UsageError` where only servers have the gradients that a step takes.
+        Raises `UsageError` if only servers have the gradients of a step.
         """
         loop = self._loop
         if self._remote.steps_all and loop.abilities.sample_queue is None:
             raise UsageError(
-                f"{name} would clip this worker's own gradients, and with ParameterServer a step "
-                "takes those of all workers together, "
-                "which servers alone have: call run.clip(model, max_norm), or use AllReduce"
+                f"{name} would clip this worker's own gradients, but with ParameterServer only "
+                "servers have the gradients of all workers, which a step uses: call "
+                "run.clip(model, max_norm), or use AllReduce"
             )
         loop.exchange_due_gradients(name)
         own()
@@ -121,33 +140,33 @@ class GradientClipping:
     def check_norm(self, parameters: list[Tensor]) -> None:
         """Raise `UsageError` if workers have parts of these parameters, or different layers."""
         for parameter in parameters:
-            where = (
+            placement = (
                 self._cuts.placements.placement_of(parameter)
                 if isinstance(parameter, Parameter)
                 else None
             )
             along = (
-                [name for name in where.axes if name in self._axes.cut_axes]
-                if where is not None
+                [name for name in placement.axes if name in self._axes.cut_axes]
+                if placement is not None
                 else []
             )
-            if where is not None and along:
+            if placement is not None and along:
                 raise UsageError(
-                    f"get_total_norm of the gradient of {where.name} would be the norm of what "
-                    "this worker has, as the model is cut along "
-                    f"`{along[0]}`: {CALL}, which take it over all workers"
+                    f"get_total_norm of the gradient of {placement.name} would be the norm of "
+                    f"this worker's part alone, as the model is cut along `{along[0]}`: {CALL}, "
+                    "which take the norm over all workers"
                 )
 
     def check_idle(self, name: str) -> None:
-        """Raise `UsageError` if pieces have gradients that the whole parameters don't show."""
+        """Raise `UsageError` if pieces have gradients but their whole parameters have none."""
         pieces = [
-            self._cuts.replacement_of(whole)
+            self._cuts.replacement_of(parameter)
             for ref in self._whole_parameters
-            if (whole := ref()) is not None and whole.grad is None
+            if (parameter := ref()) is not None and parameter.grad is None
         ]
         if any(piece is not None and piece.grad is not None for piece in pieces):
             raise UsageError(
                 f"{name} was given no gradient and would do nothing: "
-                "a model is cut by shard(zero=1) or (zero=2), where pieces have them; "
+                "a model is cut by shard(zero=1) or (zero=2), and its pieces have the gradients; "
                 f"{CALL}, which find them"
             )

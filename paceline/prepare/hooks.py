@@ -23,7 +23,7 @@ from paceline.prepare.checks import SCALED_AGAIN, SCALED_SERVED, check_scaler
 
 
 class ForwardHook:
-    """A forward hook that tells `loop` of each forward.
+    """A forward hook that tells `loop` before each forward.
 
     In a copied or unpickled model it does nothing.
     """
@@ -49,28 +49,30 @@ class ForwardHook:
 def follow_forwards(model: nn.Module, loop: TrainingLoop) -> None:
     """Tell `loop` before each forward of a model, until the run ends.
 
-    Calling it twice is harmless.
+    A second call does nothing.
     """
+    # `_forward_pre_hooks` is private to torch's nn.Module, a dict of hooks by id. If it goes, this
+    # raises an AttributeError.
     if not any(
         isinstance(hook, ForwardHook) and hook.belongs_to(loop)
         for hook in model._forward_pre_hooks.values()
     ):
-        hook = nn.Module.register_forward_pre_hook(
-            model, ForwardHook(loop), with_kwargs=True
-        )  # torch.jit hides the method, and calls hooks
+        # Modules of torch.jit hide the method, but they do call hooks.
+        hook = nn.Module.register_forward_pre_hook(model, ForwardHook(loop), with_kwargs=True)
         loop.undos.append(hook.remove)
 
 
 class OptimizerBindings:
-    """How prepared optimizers step, as `loop/step.py` asks (`PreparedOptimizers`).
+    """How prepared optimizers step: the `PreparedOptimizers` of `loop/step.py`.
 
     Attributes:
         groups: Number of parameter groups of each optimizer when it was last checked, by id.
         remote: The stepper of each optimizer that steps elsewhere, by id.
 
     Args:
-        begins: Called with an optimizer that acts, and whether it has gradients, if it isn't as in
-            `groups`.
+        begins: Checks an optimizer that is about to step, if its number of groups isn't the one in
+            `groups`. It is told whether the optimizer has gradients.
+        loop: The training loop.
     """
 
     def __init__(self, begins: Callable[[Optimizer, bool], None], loop: TrainingLoop) -> None:
@@ -81,7 +83,7 @@ class OptimizerBindings:
     def check(self, optimizer: Optimizer, *, has_gradients: bool) -> None:
         """Check an optimizer that steps for the first time, or has more parameters now.
 
-        In the first steps a GradScaler that was not prepared is looked for, too, if it would skip
+        The first steps are also checked for a GradScaler that was not prepared, if it would skip
         steps on one worker alone.
         """
         if self.groups.get(id(optimizer)) != len(optimizer.param_groups):
@@ -98,7 +100,8 @@ def bind_optimizer(
 
     def stepping(own_step: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            # schedulers look here if the optimizer has stepped before them
+            # torch's schedulers warn at their first step if the optimizer hasn't set this private
+            # attribute. If torch renames it, they warn for no reason.
             self._opt_called = True  # type: ignore[attr-defined]
             return training_step.step_optimizer(self, own_step, bindings, args, kwargs)
 
@@ -112,11 +115,15 @@ def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any
 
     def adding(own: Callable[..., Any]) -> Callable[..., Any]:
         def add_param_group(self: Optimizer, group: Any, *args: Any) -> Any:
-            given = group["params"]
-            if not isinstance(given, set):  # which torch refuses
-                given = [given] if isinstance(given, torch.Tensor) else given
+            parameters = group["params"]
+            # torch refuses a set, and says why. Else it takes one tensor, a list of tensors, or a
+            # list of (name, tensor).
+            if not isinstance(parameters, set):
+                if isinstance(parameters, torch.Tensor):
+                    parameters = [parameters]
                 group["params"] = [
-                    (p[0], trained(p[1])) if isinstance(p, tuple) else trained(p) for p in given
+                    (p[0], trained(p[1])) if isinstance(p, tuple) else trained(p)
+                    for p in parameters
                 ]
             return own(self, group, *args)
 
@@ -126,11 +133,11 @@ def bind_groups(optimizer: Optimizer, loop: TrainingLoop, trained: Callable[[Any
 
 
 def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
-    """Let `step` of a scheduler act when the optimizer's does.
+    """Let `step` of a scheduler act if the optimizer's acts.
 
-    A metric that it judges by must be the same on all workers.
+    If the scheduler uses a metric, it must be the same on all workers.
 
-    Out of lockstep fast workers have more turns than an epoch has batches: a schedule that has
+    Out of lockstep a fast worker has more turns than its share of an epoch. So a schedule that has
     reached its end stays there.
     """
 
@@ -143,6 +150,7 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
                     loop.context.agreement,
                     float(kwargs["metrics"] if "metrics" in kwargs else args[0]),
                 )
+            # OneCycleLR raises an error if it steps beyond its end.
             if (
                 loop.apart
                 and isinstance(self, OneCycleLR)
@@ -155,7 +163,8 @@ def bind_scheduler(scheduler: Any, loop: TrainingLoop) -> None:
 
     def stating(own: Callable[..., Any]) -> Callable[..., Any]:
         def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # all that the object has, the methods set here included
+            # torch returns all attributes of the object. The two methods that are set here are
+            # among them, and must not get into checkpoints.
             state = own(self, *args, **kwargs)
             return {key: value for key, value in state.items() if key not in ("step", "state_dict")}
 
@@ -173,16 +182,16 @@ def _check_same_metric(agreement: Agreement, metric: float) -> None:
     if len(set(map(repr, metrics))) > 1:
         sides = ", ".join(f"{value:g} on rank {rank}" for rank, value in enumerate(metrics))
         raise UsageError(
-            f"scheduler.step got different metrics ({sides}), and learning rates would part; "
+            f"scheduler.step got different metrics ({sides}), so learning rates would differ; "
             "give it run.mean(metric)"
         )
 
 
 def bind_scaler(scaler: Any, loop: TrainingLoop) -> None:
-    """Let a GradScaler act when the optimizer does, on exchanged gradients."""
+    """Let a GradScaler act if the optimizer acts, on exchanged gradients."""
     loop.scalers.append(scaler)
     for name in ("unscale_", "step", "update"):
-
+        # `update` uses the overflow flags of the other two methods, and no gradients.
         def acting(own: Callable[..., Any], name: str = name) -> Callable[..., Any]:
             def act(self: Any, *args: Any, **kwargs: Any) -> Any:
                 if name != "update":

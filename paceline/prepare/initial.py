@@ -1,6 +1,6 @@
-"""First values of models: from `run.prepare(init=...)`, or from their modules.
+"""First values of models that are prepared: from `run.prepare(init=...)`, or from their modules.
 
-Modules give them if a model was built without memory.
+The modules of a model that was built without memory give its values.
 """
 
 from __future__ import annotations
@@ -23,11 +23,17 @@ Init = Callable[[nn.Module], Any] | Source
 
 
 def check_init(init: Init | None, models: Sequence[nn.Module], fresh: Sequence[nn.Module]) -> None:
-    """Raise `UsageError` where a call says `init` for models that were prepared before."""
+    """Raise `UsageError` if a call gives `init` for models that were prepared before.
+
+    Args:
+        init: The option of the call.
+        models: The models of the call.
+        fresh: Those models that were not prepared before.
+    """
     if init is not None and models and not fresh:
         raise UsageError(
             "init= is for models that are prepared for the first time, and these were prepared "
-            "before: say it then"
+            "before: give it to the first call"
         )
 
 
@@ -37,6 +43,8 @@ def move_models(models: Sequence[nn.Module], device: torch.device) -> None:
         if not has_meta_parameters(model):
             model.to(device)
             continue
+        # `Module.to` fails for parameters without memory, so only the buffers are moved, in
+        # torch's private dict of buffers by name. If it goes, this raises an AttributeError.
         for module in model.modules():
             module._buffers.update(
                 (name, buffer.to(device))
@@ -46,9 +54,18 @@ def move_models(models: Sequence[nn.Module], device: torch.device) -> None:
 
 
 class InitialValues:
-    """First values of models that are prepared together; read before a cut, given after it.
+    """First values of models that are prepared together.
 
-    The models have these prefixes in names. Raises `UsageError` if `init` can't be followed.
+    Make it before the models are cut, and call `give_values` after that.
+
+    Args:
+        models: The models, each with the prefix of its names.
+        init: The option of `run.prepare`. None: modules give the values.
+        seed: Seed of the values.
+        device: Where parameters without memory get their memory.
+
+    Raises:
+        UsageError: `init` doesn't fit the models.
     """
 
     def __init__(
@@ -65,16 +82,17 @@ class InitialValues:
         if callable(init) and not unborn:
             raise UsageError(
                 "init=function gives values to models that were built under pl.meta(), and these "
-                "have values already: build them so, or "
-                "give a file or a state dict, init='model.safetensors'"
+                "have values already: build them under pl.meta(), or give a file or a state dict, "
+                "init='model.safetensors'"
             )
         if self._source is not None and len(models) != 1:
             raise UsageError(
-                f"init= has weights of one model, and {len(models)} models are prepared here: "
-                "prepare each with its own"
+                f"init= has weights of one model, and this call prepares {len(models)} models: "
+                "prepare each model in a call of its own"
             )
         self._models = list(models)
-        self._plans = (
+        # A blueprint has to see the model before it is cut.
+        self._blueprints = (
             []
             if self._source is not None
             else [(model, Blueprint(model, init, prefix=prefix)) for prefix, model in unborn]  # type: ignore[arg-type]
@@ -85,11 +103,14 @@ class InitialValues:
     ) -> None:
         """Give each worker its part of the values.
 
-        Collective, where weights are read: if one worker can't, all raise.
+        Collective if weights are read. If one worker can't read them, all raise.
 
-        `say` is told of checkpoints that can't be used, where an older one is.
+        Args:
+            placements: Which part of each parameter this worker holds.
+            agreement: Agreement of all workers.
+            say: Called with a message if an older checkpoint replaces one that can't be used.
         """
-        for model, blueprint in self._plans:
+        for model, blueprint in self._blueprints:
             blueprint.make_parameters(model, placements, self._seed, self.device)
         if self._source is not None:
             self._read_value(self._source, placements, agreement, say)
@@ -102,18 +123,18 @@ class InitialValues:
         agreement: Agreement,
         say: Callable[[str], None],
     ) -> None:
-        (prefix, model), found = self._models[0], list[Weights]()
+        (prefix, model), opened = self._models[0], list[Weights]()
 
         def begin() -> bytes:
-            found.append(files.enter_context(open_weights(source, say)))
-            return found[0].digest.encode()
+            opened.append(files.enter_context(open_weights(source, say)))
+            return opened[0].digest.encode()
 
         def read() -> bytes:
-            load_weights(model, found[0], placements, prefix=prefix, device=self.device)
+            load_weights(model, opened[0], placements, prefix=prefix, device=self.device)
             return b""
 
-        # First all open their weights, then all compare them, then all read: a worker that can't
-        # says so before any parameter has changed.
+        # First all open their weights, then all compare them, then all read. So a worker that can't
+        # open them says so before any parameter has changed.
         with contextlib.ExitStack() as files:
             digests = act_together(agreement, "weights of prepare", begin, UsageError)
             other = next(

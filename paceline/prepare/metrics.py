@@ -1,6 +1,6 @@
-"""Metrics of torchmetrics that take part in a run: they count nothing in a ghost turn.
+"""Binds metrics of torchmetrics to a run, so that they count no samples of ghost turns.
 
-torchmetrics is never imported here; a script with a metric has done that.
+torchmetrics is never imported here. A script that has a metric has imported it.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def check_logged(values: Mapping[str, Any], prepared: Iterable[nn.Module]) -> No
             )
         if not any(part is metric for other in prepared for part in other.modules()):
             raise UsageError(
-                f"run.log({name}=...) got a {type(metric).__qualname__} that run.prepare doesn't "
-                "know, and that counts ghosts; give it to "
-                "run.prepare, too: metric = run.prepare(metric)"
+                f"run.log({name}=...) got a {type(metric).__qualname__} that was not given to "
+                "run.prepare, so it counts the samples of ghosts; prepare it, too: "
+                "metric = run.prepare(metric)"
             )
 
 
@@ -48,18 +48,19 @@ def find_metrics(module: nn.Module) -> Iterator[nn.Module]:
 def bind_metric(metric: nn.Module, loop: TrainingLoop) -> None:
     """Let `update` and `forward` count nothing in a ghost turn.
 
-    `forward` still returns a value, of the ghost alone.
+    `forward` still returns the value of the ghost's samples.
 
-    Raises `UsageError` for a metric that exchanges in each step, where a ghost would count on the
-    other workers.
+    Raises `UsageError` for a metric that exchanges in each step, as other workers would count the
+    ghost's samples.
     """
     if any(getattr(part, "dist_sync_on_step", False) for part in metric.modules()):
         raise UsageError(
             f"the {type(metric).__qualname__} has dist_sync_on_step=True, and would count the "
-            "samples of ghosts in each step; leave that "
-            "out: compute() brings all workers together"
+            "samples of ghosts in each step; leave dist_sync_on_step out: compute() brings all "
+            "workers together"
         )
 
+    # In a ghost turn `update` does nothing, as its samples count on another worker.
     def updating(own: Callable[..., Any]) -> Callable[..., Any]:
         def update(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return None if _is_ghost_turn(loop) else own(self, *args, **kwargs)
@@ -68,6 +69,8 @@ def bind_metric(metric: nn.Module, loop: TrainingLoop) -> None:
 
     def running(own: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            # A ghost turn runs on a copy, whose counts are dropped. The copy must not be bound: its
+            # `forward` would come back here.
             return (
                 type(self).forward(_copy_unbound(self), *args, **kwargs)
                 if _is_ghost_turn(loop)
@@ -81,7 +84,7 @@ def bind_metric(metric: nn.Module, loop: TrainingLoop) -> None:
 
 
 def _copy_unbound(metric: nn.Module) -> nn.Module:
-    """Return a copy of a metric that isn't bound."""
+    """Copy a metric, without the methods that bind it to a run."""
     unbound = copy.deepcopy(metric)
     for name in ("update", "forward"):
         if getattr(unbound.__dict__.get(name), "__self__", None) is unbound:

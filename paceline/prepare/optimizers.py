@@ -1,13 +1,13 @@
 """Watches every optimizer of this process, and refuses wrong steps before they change anything.
 
-torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which knows its own
-optimizers by their parameters.
+torch calls one hook for all optimizers. Each run has its `OptimizerWatch`, which recognizes the
+optimizers of the run by their parameters.
 
-    optimizer.step()   unprepared, and steps on its gradients are wrong   raises
-                       inside of loss.backward()                          raises
-                       unprepared otherwise                               `strange` is called, once
-                       one of the run's                                   counted, and checked
-                                                                          (`ManualGradients`)
+    optimizer.step()   unprepared, and its step would be wrong   raises an error
+                       inside of loss.backward()                 raises an error
+                       unprepared otherwise                      `strange` is called, once
+                       an optimizer of the run                   counted, and its gradients are
+                                                                 checked (`ManualGradients`)
 """
 
 from __future__ import annotations
@@ -29,24 +29,37 @@ from paceline.prepare.registry import Prepared
 from paceline.replicas.manual_gradients import FIRST_STEPS, ManualGradients
 from paceline.replicas.step_count import StepCount
 
-_REGISTRY: Final = threading.Lock()  # of what torch keeps for all threads
+_REGISTRY: Final = threading.Lock()  # guards torch's hooks, which all threads share
 
 
 class KnownOptimizer(NamedTuple):
-    """What is known of an optimizer, as long as nothing is added to it or to the run."""
+    """Facts about an optimizer. They hold until the optimizer or the run gets more parameters.
+
+    Attributes:
+        optimizer: The optimizer.
+        groups: Number of its parameter groups.
+        slots: Number of slots of the run.
+        is_of_run: Whether it is prepared, or has parameters of the run.
+        is_prepared: Whether it was given to `run.prepare`.
+    """
 
     optimizer: weakref.ref[Optimizer]
     groups: int
     slots: int
-    is_of_run: bool  # some of its parameters are the run's
+    is_of_run: bool
     is_prepared: bool
 
 
 class OptimizerWatch:
-    """Sees optimizers step on behalf of one run, from `begin` to `end`.
+    """Watches steps of optimizers for one run, from `begin_watching` to `end_watching`.
 
-    `strange` is called once for each that was not prepared, and told whether it has parameters of
-    the run.
+    Args:
+        prepared: The prepared objects of the run.
+        loop: The training loop.
+        by_hand: Checks gradients that the script sets itself.
+        tally: Counts the steps of the run's optimizers.
+        strange: Called once for each optimizer that was not prepared, with the optimizer and
+            whether it has parameters of the run.
     """
 
     def __init__(
@@ -64,13 +77,13 @@ class OptimizerWatch:
             tally,
             strange,
         )
-        self._counts_alike = False  # all workers take the same steps
+        self._counts_alike = False  # whether all workers take the same steps
         self._known: dict[int, KnownOptimizer] = {}
         self._own_ids: set[int] = set()
         self._thread = threading.get_ident()
 
     def begin_watching(self) -> None:
-        """Watch from now on, and compare counts of steps where all workers take the same ones."""
+        """Watch from now on, and compare counts of steps if all workers take the same ones."""
         self._counts_alike = (
             not self._loop.backward.sync.replicas_diverge and self._loop.abilities.remote is None
         )
@@ -84,7 +97,7 @@ class OptimizerWatch:
             hook.watches = (*hook.watches, self)
 
     def end_watching(self) -> None:
-        """Stop watching. Calling it twice is harmless."""
+        """Stop watching. A second call does nothing."""
         with _REGISTRY:
             for hook in StepHook.all():
                 hook.watches = tuple(watch for watch in hook.watches if watch is not self)
@@ -92,8 +105,10 @@ class OptimizerWatch:
     def check_step(self, optimizer: Optimizer, *, alone: bool, closure: bool) -> None:
         """Check an optimizer that is about to step.
 
-        `alone`: this is the only run that watches in this process; `closure`: the gradients are
-        made inside of the step.
+        Args:
+            optimizer: The optimizer.
+            alone: Whether this is the only run that watches in this process.
+            closure: Whether the step makes its gradients itself, by a closure.
         """
         # An id may belong to another object by now, so the reference is compared as well.
         seen = self._known.get(id(optimizer))
@@ -130,48 +145,56 @@ class OptimizerWatch:
     def _get_to_know(
         self, optimizer: Optimizer, before: KnownOptimizer | None, *, alone: bool
     ) -> KnownOptimizer:
+        """Find out the facts about an optimizer that is new, or has changed since `before`."""
         self._own_ids = {id(slot.parameter) for slot in self._prepared.slots}
-        prepared = any(optimizer is other for other in self._prepared.optimizers)
-        ours = prepared or any(
+        is_prepared = any(optimizer is other for other in self._prepared.optimizers)
+        is_of_run = is_prepared or any(
             id(p) in self._own_ids for group in optimizer.param_groups for p in group["params"]
         )
-        if ours:
+        if is_of_run:
             self._prepared.cuts.refuse_whole_optimizers([optimizer])
         seen = KnownOptimizer(
             weakref.ref(optimizer),
             len(optimizer.param_groups),
             len(self._prepared.slots),
-            ours,
-            prepared,
+            is_of_run,
+            is_prepared,
         )
         self._known[id(optimizer)] = seen
-        new = before is None or before.optimizer() is not optimizer
-        if new and not prepared and (ours or alone or threading.get_ident() == self._thread):
-            self._note_unprepared(optimizer, ours)
+        is_new = before is None or before.optimizer() is not optimizer
+        # All runs of the process see each step. An optimizer without parameters of a run may belong
+        # to another run, unless it steps on this run's thread.
+        if (
+            is_new
+            and not is_prepared
+            and (is_of_run or alone or threading.get_ident() == self._thread)
+        ):
+            self._note_unprepared(optimizer, is_of_run)
         return seen
 
     def _check_unprepared(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` where an optimizer that wasn't prepared can't be right."""
+        """Raise `UsageError` if an optimizer that wasn't prepared would step wrongly."""
         loop, name = self._loop, type(optimizer).__qualname__
-        watched, handles = (
+        has_watched, handle_ids = (
             bool(loop.backward.watched.parameters),
             self._prepared.tables.get_handle_ids(),
         )
         why = ""
-        if watched and loop.abilities.remote is not None:
+        if has_watched and loop.abilities.remote is not None:
             why = (
                 "with ParameterServer optimizers step on servers, and this one steps on one "
                 "worker's share"
             )
         elif loop.transaction.recovers:
             why = "when a worker is lost (--min-workers), it would step twice for one step"
-        elif any(id(p) in handles for group in optimizer.param_groups for p in group["params"]):
-            why = "it has sparse tables, whose rows are stepped by a prepared optimizer alone"
-        flat = self._prepared.cuts.find_flat_parameter(optimizer)
-        around = self._find_outer_optimizer() if why or flat else None
-        if not (why or flat) or around is not None:
+        elif any(id(p) in handle_ids for group in optimizer.param_groups for p in group["params"]):
+            why = "it has sparse tables, and only a prepared optimizer steps their rows"
+        flat_name = self._prepared.cuts.find_flat_parameter(optimizer)
+        # The inner optimizer of a prepared one (SAM) is part of that one's step.
+        outer = self._find_outer_optimizer() if why or flat_name else None
+        if not (why or flat_name) or outer is not None:
             return
-        if flat:
+        if flat_name:
             self._prepared.cuts.refuse_late_optimizers([optimizer])
         else:
             raise UsageError(
@@ -180,7 +203,9 @@ class OptimizerWatch:
             )
 
     def _find_outer_optimizer(self) -> Optimizer | None:
-        """Prepared optimizer that is stepping and contains this one (SAM, Lookahead)."""
+        """Find the prepared optimizer whose step has called this one's (SAM, Lookahead)."""
+        # The outer optimizer is the `self` of a calling method. `sys._getframe` is private to
+        # CPython. If an outer optimizer names its `self` otherwise, the inner one is refused.
         frame, prepared = (
             sys._getframe(2),
             {id(optimizer): optimizer for optimizer in self._prepared.optimizers},
@@ -195,9 +220,8 @@ class OptimizerWatch:
 class StepHook:
     """The hook that torch calls before each step.
 
-    One serves all runs, and stays when they are over.
-
-    Torch fails where its list of hooks changes while another thread's step goes through it.
+    One hook serves all runs, and it stays after they have ended. If it were removed while a step of
+    another thread goes through torch's hooks, that step would fail.
     """
 
     def __init__(self) -> None:
@@ -205,7 +229,9 @@ class StepHook:
 
     @staticmethod
     def all() -> Iterator[StepHook]:
-        """Yield the hooks that torch calls."""
+        """Yield the hooks of this class that torch calls."""
+        # This dict is private to torch. If it goes, this raises an AttributeError. The hook can't
+        # be remembered in this module instead, which has no state of its own.
         return (
             hook
             for hook in torch_optimizer._global_optimizer_pre_hooks.values()
@@ -213,8 +239,10 @@ class StepHook:
         )
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # The tuple is replaced as a whole, so a run that ends meanwhile does no harm.
         watches = self.watches
         for watch in watches:
+            # The arguments are the optimizer and, if there is one, the closure.
             watch.check_step(
                 optimizer, alone=len(watches) == 1, closure=len(args) > 1 or bool(kwargs)
             )

@@ -1,6 +1,6 @@
 """Options of run.prepare for loaders and models.
 
-An option that is given before there is a loader or model is kept for later ones.
+An option that is given before there is a loader or model applies to later ones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.prepare.cuts import WantedCuts
 from paceline.prepare.initial import Init
 
 BatchNorm = Literal["sync", "local"]
-# metrics of torchmetrics are modules
+# Metrics of torchmetrics are modules.
 Preparable = nn.Module | Optimizer | DataLoader[Any] | LRScheduler | torch.amp.GradScaler
 S = TypeVar("S")
 T = TypeVar("T")
@@ -39,8 +39,9 @@ E = TypeVar("E", bound=Preparable)
 if TYPE_CHECKING:
 
     class PreparedLoader(DataLoader[T]):
-        """Type of a loader that `run.prepare` returns: a `ShareLoader` with all of the
-        DataLoader.
+        """Type of the loaders that `run.prepare` returns.
+
+        They are of the class `ShareLoader`, and have all attributes of the DataLoader.
         """
 
         def peek(self) -> Any: ...
@@ -77,11 +78,10 @@ OF_STREAMS = frozenset({"shard"})
 
 
 class PrepareOptions:
-    """The options of all calls of `prepare`.
+    """Options of all calls of `prepare`.
 
-    `given` are those of one call, with None for each that it leaves out.
-
-    `shares`: those of `paceline run --shares`, in the place of the script's.
+    Args:
+        shares: Shares of `paceline run --shares`, in place of the script's. Default: the script's.
     """
 
     def __init__(self, shares: str | None = None) -> None:
@@ -91,43 +91,59 @@ class PrepareOptions:
     def resolve_options(
         self, given: Mapping[str, Any], size: int, *, loaders: bool, models: bool
     ) -> dict[str, Any]:
-        """Options for the `loaders` and `models` of this call.
+        """Resolve the options of one call, and keep options for later calls.
 
-        They are those of the call, else those given before there was a loader or model. `size` is
-        the number of workers. Raises `UsageError` for an unknown value as early as it is given.
+        An option is taken from the call, else from earlier calls that kept it, else its default.
+
+        Args:
+            given: Options of the call, with None for each one that it leaves out.
+            size: Number of workers.
+            loaders: Whether the call has loaders.
+            models: Whether the call has models.
+
+        Raises:
+            UsageError: An option has an unknown value, even if no object of the call uses it.
         """
-        said = {name: value for name, value in given.items() if value is not None}
-        options = {**DEFAULTS, **self._kept_options(said), **said}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        options = {**DEFAULTS, **self._kept_options(chosen), **chosen}
         if self._shares is not None:
             options["shares"] = self._shares
         _check_options(options, size)
         later = {
             name: value
-            for name, value in said.items()
+            for name, value in chosen.items()
             if not (models if name in OF_MODELS else loaders)
         }
         self._kept = {**self._kept_options(later), **later}
         return options
 
-    def _kept_options(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Kept options, without those that contradict the options of this call."""
-        against = {"weigh"} if said.get("loss") == "sum" else {"loss"} if "weigh" in said else set()
-        return {name: value for name, value in self._kept.items() if name not in against}
+    def _kept_options(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of earlier calls, without any that contradicts the options of this call."""
+        # loss="sum" and weigh can't be combined, so the later one of the two counts.
+        contradicted = (
+            {"weigh"} if chosen.get("loss") == "sum" else {"loss"} if "weigh" in chosen else set()
+        )
+        return {name: value for name, value in self._kept.items() if name not in contradicted}
 
     def loader_options(
         self, dataset: Any, options: dict[str, Any], given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the options of one loader.
+        """Select the options of one loader.
 
-        Options for streams that were said before don't hold for other data sets.
+        Args:
+            dataset: The loader's data set.
+            options: Resolved options of the call.
+            given: Options of the call, with None for each one that it leaves out.
         """
-        stream = isinstance(dataset, IterableDataset)
-        out = (
+        # An option for streams that an earlier call has given doesn't apply to other data sets.
+        reset = (
             {}
-            if stream
+            if isinstance(dataset, IterableDataset)
             else {name: DEFAULTS[name] for name in OF_STREAMS if given.get(name) is None}
         )
-        return {name: value for name, value in {**options, **out}.items() if name not in OF_MODELS}
+        return {
+            name: value for name, value in {**options, **reset}.items() if name not in OF_MODELS
+        }
 
 
 def _check_options(options: Mapping[str, Any], size: int) -> None:

@@ -40,7 +40,26 @@ UNCUT = "use shard, which cuts the layers beside it, or nn.Embedding"
 
 
 class Prepared:
-    """Everything that was prepared. `survives`: whether the group of workers may change."""
+    """Everything that a run has prepared.
+
+    Invariants:
+        - `models`, `optimizers`, `loaders` and `metrics` are in the order of their preparation.
+          `state` has all of them, and the schedulers and scalers, each once and with its name.
+        - `slots` has each trained parameter once. A slot gets its optimizer when that is prepared,
+          maybe in a later call.
+        - `_synchronous` is empty, or has the models whose BatchNorm layers exchange statistics.
+        - `_unstepped` and `_groups` have ids of objects in `optimizers`. An optimizer leaves
+          `_unstepped` at its first step with gradients.
+
+    Args:
+        axes: Groups of the run.
+        step: The training step that optimizers, loaders and backward passes belong to.
+        epochs: Observer of the loaders.
+        device: Device of this worker.
+        subgroups: Groups of BatchNorm layers and loaders.
+        cuts: Cuts of the run.
+        shares: Shares of `paceline run --shares`, in place of the script's. Default: the script's.
+    """
 
     def __init__(
         self,
@@ -64,7 +83,7 @@ class Prepared:
             UnownedParameters(),
         )
         self.context = context = axes.slice
-        self.survives = context.survives
+        self.survives = context.survives  # whether the group of workers may change
         self.epochs, self._step, loop = epochs, step, step.loop
         self._backward, self._loop = loop.backward, loop
         self._device, self.subgroups = device, subgroups
@@ -72,7 +91,7 @@ class Prepared:
         self.metrics: list[nn.Module] = []  # of torchmetrics
         self._unstepped: set[int] = set()  # the ids of optimizers
         self._bindings = hooks.OptimizerBindings(self._check_beginning, loop)
-        # of each optimizer, by its id: how many parameter groups it was prepared with
+        # Number of parameter groups that an optimizer was prepared with, by its id.
         self._groups: dict[int, int] = {}
         self.tables = RunTables(context, loop.backward)
         self._abilities, self._remote = loop.abilities, loop.abilities.remote
@@ -81,9 +100,14 @@ class Prepared:
         self.clipping = GradientClipping(loop, cuts, axes, self._remote_steps)
 
     def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
-        """Prepare a script's objects and return them, in their order.
+        """Prepare a script's objects. Collective.
 
-        `given` has None for each option that the call leaves out.
+        Args:
+            objects: Models, optimizers, loaders, schedulers, scalers and metrics.
+            given: Options of the call, with None for each one that it leaves out.
+
+        Returns:
+            The objects in their order, with a `ShareLoader` in place of each DataLoader.
         """
         # Sort the objects by kind; an object that is given twice is prepared once.
         kinds = [checks.find_kind(value) for value in objects]
@@ -141,32 +165,31 @@ class Prepared:
             self._add_part("model", model)
         if self._remote is not None:
             checks.check_owner(self.slots, optimizers)
-        new = [(prefix, model) for prefix, model in self.models if model in fresh]
+        named_fresh = [(prefix, model) for prefix, model in self.models if model in fresh]
         if (
             self.axes.groups.group_along(*SAMPLE_AXES).size > 1
             or self.axes.mesh.axis_size("stage") > 1
         ):
-            checks.check_embeddings(new)
+            checks.check_embeddings(named_fresh)
         # 2. Give all workers the first one's values.
-        unknown = list(
+        new_slots = list(
             checks.find_new_slots(
                 self.cuts.replace_slots(checks.list_slots(self.models, optimizers)), self.slots
             )
         )
         checks.equalize_replicas(
-            self.axes.everyone, unknown, new, optimizers, self.context.announce
+            self.axes.everyone, new_slots, named_fresh, optimizers, self.context.announce
         )
-        self._unowned.add_parameters(checks.find_unowned(unknown, self.models), self.state)
-        # 3. Cut models, and let optimizers step the parts. A cut of this worker's own moves its
-        # model, so values are made in the processor's memory.
+        self._unowned.add_parameters(checks.find_unowned(new_slots, self.models), self.state)
+        # 3. Cut models, and let optimizers step the parts. A cut without an axis moves the model to
+        # devices itself, so first values are made in the processor's memory.
         home = self._device if all(cut.axis for cut in cuts) else torch.device("cpu")
-        for source in self.cuts.apply_cuts(
-            new, cuts, optimizers, InitialValues(new, options["init"], self.cuts.seed, home)
-        ):
+        initial = InitialValues(named_fresh, options["init"], self.cuts.seed, home)
+        for source in self.cuts.apply_cuts(named_fresh, cuts, optimizers, initial):
             self._backward.follow_source(source)
         self.cuts.repoint_optimizers(optimizers)
-        # 4. Note the parameters that are trained, and the optimizer of each. One that was known
-        # before may get its optimizer only now.
+        # 4. Note the parameters that are trained, and the optimizer of each. A parameter of an
+        # earlier call may get its optimizer only now.
         slots = list(self.cuts.replace_slots(checks.list_slots(self.models, optimizers)))
         owners = {id(slot.parameter): slot.optimizer for slot in slots}
         self.slots = [
@@ -185,13 +208,13 @@ class Prepared:
         self._open_tables()
 
     def _add_batchnorm(self, models: list[nn.Module]) -> None:
-        """Let BatchNorm layers of these models, if they have any, see the global batch."""
+        """Let the BatchNorm layers of models, if they have any, see the global batch."""
         if not any(isinstance(module, BatchNorm) for model in models for module in model.modules()):
             return
         if self._sample_queue is not None:
             raise UsageError(
-                "a model has BatchNorm layers, whose statistics are those of all workers in each "
-                "step, and with staleness or backup_workers they are not in lockstep: say "
+                "a model has BatchNorm layers, which combine the statistics of all workers in "
+                "each step, and with staleness or backup_workers they are not in lockstep: say "
                 "prepare(..., batchnorm='local'), or use another kind of norm"
             )
         self._synchronous += [
@@ -200,10 +223,13 @@ class Prepared:
         self._synchronize_batchnorm(self._synchronous)
 
     def _add_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Keep optimizers, and how many parameter groups they have: more need a check."""
+        """Keep optimizers, and their numbers of parameter groups.
+
+        An optimizer that gets another group later is checked again.
+        """
         for optimizer in self._find_new(optimizers):
             if self._device.type == "cuda" and optimizer.state:
-                # its state follows the parameters
+                # Loading moves the state to the device of the parameters.
                 optimizer.load_state_dict(optimizer.state_dict())
             self._add_part("optimizer", optimizer)
             self.optimizers.append(optimizer)
@@ -216,9 +242,9 @@ class Prepared:
     def _prepare_metric(self, metric: nn.Module) -> None:
         if self.survives:
             raise UsageError(
-                f"a {type(metric).__qualname__} would count a turn twice that is dealt again after "
-                "a worker was lost: with --min-workers use run.mean and run.gather, or leave out "
-                "--min-workers"
+                f"a {type(metric).__qualname__} would count a turn twice if it is dealt again "
+                "after the loss of a worker: with --min-workers use run.mean and run.gather, or "
+                "leave out --min-workers"
             )
         self.axes.refuse_cut_axes(
             f"a {type(metric).__qualname__}",
@@ -233,18 +259,18 @@ class Prepared:
         self.metrics.append(metric)
 
     def check_known(self) -> None:
-        """Raise `UsageError` for a parameter that a model or optimizer got after it was
-        prepared.
-        """
+        """Raise `UsageError` if a model or optimizer has a parameter that wasn't prepared."""
         checks.check_known(
             self.cuts.replace_slots(checks.list_slots(self.models, self.optimizers)), self.slots
         )
 
     def _check_beginning(self, optimizer: Optimizer, graded: bool) -> None:
-        """Check an optimizer that steps: all of its parameters must be exchanged.
+        """Check before a step that all parameters of the optimizer are exchanged.
 
-        A copy of one is not checked.
+        Copies of a prepared optimizer are not checked.
         """
+        # This runs before each step, so the usual case must be quick: observers hear of the first
+        # step, and later only the number of groups is compared.
         if graded and id(optimizer) in self._unstepped:
             self._unstepped.remove(id(optimizer))
             for observer in self._loop.observers.first_step:
@@ -253,9 +279,10 @@ class Prepared:
             id(optimizer), len(optimizer.param_groups)
         ):
             if id(optimizer) in self._groups and id(optimizer) not in self._unstepped:
-                # nothing more to ask, until it has others
+                # No further check until the number of groups changes.
                 self._bindings.groups[id(optimizer)] = len(optimizer.param_groups)
             return
+        # The optimizer has a new group. Servers don't know its parameters, if they step.
         self.check_known()
         own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         orphans = [
@@ -265,10 +292,9 @@ class Prepared:
         ]
         if orphans and self._remote is not None:
             raise UsageError(
-                f"the parameter {orphans[0]} came into the {type(optimizer).__qualname__} after "
-                "run.prepare (add_param_group), and "
-                "optimizers step on servers here; give the optimizer to run.prepare again, on "
-                "every worker"
+                f"the parameter {orphans[0]} was added to the {type(optimizer).__qualname__} after "
+                "run.prepare (add_param_group), and optimizers step on servers here; give the "
+                "optimizer to run.prepare again, on every worker"
             )
         self._groups[id(optimizer)] = len(optimizer.param_groups)
 
@@ -279,42 +305,46 @@ class Prepared:
             self.axes.refuse_cut_axes(f"the sparse table {tables[0][0]}", UNCUT, beside=SAMPLE_AXES)
         if tables and self.survives and self._sample_queue is not None:
             raise UsageError(
-                f"sparse tables ({tables[0][0]}) go on when workers are lost if all are in "
-                "lockstep, and with staleness or backup_workers "
-                "they aren't: leave those out, or leave out --min-workers"
+                f"sparse tables ({tables[0][0]}) survive the loss of workers only in lockstep, "
+                "and with staleness or backup_workers workers "
+                "aren't: leave those out, or leave out --min-workers"
             )
-        handles = {id(module.weight) for _, module in tables} | self.tables.get_handle_ids()
-        others = [
+        handle_ids = {id(module.weight) for _, module in tables} | self.tables.get_handle_ids()
+        dense_slots = [
             slot
             for slot in self.slots
-            if slot.optimizer is not None and id(slot.parameter) not in handles
+            if slot.optimizer is not None and id(slot.parameter) not in handle_ids
         ]
         if (
             tables
             and self._sample_queue is not None
-            and not any(slot.parameter.requires_grad for slot in others)
+            and not any(slot.parameter.requires_grad for slot in dense_slots)
         ):
             raise UsageError(
-                f"nothing but sparse tables ({tables[0][0]}) is trained here, and with staleness "
-                "or backup_workers the servers of other parameters keep the clocks: leave those "
+                f"only sparse tables ({tables[0][0]}) are trained here, and with staleness or "
+                "backup_workers the servers of other parameters keep the clocks: leave those "
                 "out, or train some other parameter with them"
             )
         if tables and self.survives and self._backward.sync.replicas_diverge:
             raise UsageError(
-                f"sparse tables ({tables[0][0]}) go on when workers are lost beside AllReduce or "
+                f"sparse tables ({tables[0][0]}) survive the loss of workers beside AllReduce or "
                 "ParameterServer, and with this strategy "
-                "replicas part between two steps: use one of those, or leave out --min-workers"
+                "replicas differ between two steps: use one of those, or leave out --min-workers"
             )
-        had = bool(self.tables.tables)
+        had_tables = bool(self.tables.tables)
         self.tables.open_on_servers(tables, self.optimizers, self._abilities.unlocked_rows)
-        if self.tables.tables and not had:
+        # The first tables make the turn's commit a matter of tables, too.
+        if self.tables.tables and not had_tables:
             observers = self._loop.observers
             self._loop.observe(
                 replace(observers, committed=(self.tables.commit_turn, *observers.committed))
             )
 
     def _bind_objects(self) -> None:
-        """Follow all that is prepared; called again when there is more."""
+        """Bind optimizers, gradients and forward passes to the loop.
+
+        Called at the end of each call of `prepare`, for all objects so far.
+        """
         loop = self._loop
         for optimizer in self.optimizers:
             if self._remote is not None or self.tables.steps_tables(optimizer):
@@ -323,12 +353,16 @@ class Prepared:
             if self.axes.cut_axes:
                 hooks.bind_groups(optimizer, loop, self.cuts.trained_tensor)
         if self.axes.cut_axes:
-            named = [parameter for _, model in self.models for parameter in model.parameters()]
-            self.clipping.follow_parameters([*named, *map(self.cuts.trained_tensor, named)])
+            parameters = [parameter for _, model in self.models for parameter in model.parameters()]
+            self.clipping.follow_parameters(
+                [*parameters, *map(self.cuts.trained_tensor, parameters)]
+            )
+        # One worker that stays alone has nothing to exchange.
         if self.context.group.size == 1 and not self.survives and not self.cuts.pipelines:
             return
-        handles = self.tables.get_handle_ids()
-        slots = [slot for slot in self.slots if id(slot.parameter) not in handles]
+        # Servers exchange the gradients of tables, so their handles are left out.
+        handle_ids = self.tables.get_handle_ids()
+        slots = [slot for slot in self.slots if id(slot.parameter) not in handle_ids]
         self.clipping.follow_parameters(slot.parameter for slot in slots)
         self._backward.watch_slots(
             self.cuts.merge_summed_slots([slot for slot in slots if slot.parameter.requires_grad])
@@ -355,7 +389,10 @@ class Prepared:
         return self._loop.abilities.sample_queue
 
     def _synchronize_batchnorm(self, models: list[nn.Module]) -> None:
-        """Let BatchNorm layers exchange in a group of their own, while buckets are under way."""
+        """Let BatchNorm layers exchange in a group of their own.
+
+        Their exchanges happen while gradient buckets are under way in the main group.
+        """
         context = self.context
         if context.group.size == 1:
             return
@@ -373,12 +410,12 @@ class Prepared:
     def _is_in_loop(self) -> bool:
         """Whether a loop over a prepared loader is under way.
 
-        All workers run such a loop, each on its share.
+        All workers run such a loop together, each on its share.
         """
         return self._loop.turn is not None
 
     def regroup_layers(self) -> None:
-        """Make the groups of layers and loaders anew, as the workers have changed. Collective."""
+        """Make new groups for layers and loaders, after the workers have changed. Collective."""
         self.subgroups.forget_groups()
         self._synchronize_batchnorm(self._synchronous)
 
@@ -390,16 +427,20 @@ class Prepared:
         self.cuts.end_cuts()
 
     def _find_new(self, things: list[Any]) -> list[Any]:
-        """Return those of these objects that were not prepared before."""
+        """Select the objects that were not prepared before."""
         return [thing for thing in things if not any(thing is part for part in self.state.parts)]
 
     def _add_part(self, kind: str, thing: Stateful) -> None:
-        taken = sum(name.startswith(kind) for name in self.state.names)
-        self.state.add_part(f"{kind}{taken}" if taken else kind, thing)
+        """Add an object to the state, with a name of its kind: "model", "model1", "model2", ..."""
+        same_kind = sum(name.startswith(kind) for name in self.state.names)
+        self.state.add_part(f"{kind}{same_kind}" if same_kind else kind, thing)
 
 
 class BatchNormGroup:
-    """A group for BatchNorm whose exchanges are visible to others, and which survives losses."""
+    """A group for BatchNorm layers that survives the loss of workers.
+
+    Its exchanges are announced to the other workers, so none waits for a worker that is lost.
+    """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
@@ -408,8 +449,8 @@ class BatchNormGroup:
     def all_reduce(
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
-
         agreement, norms = self._prepared.context.agreement, self._prepared.subgroups.layer_subgroup
+        # No worker can be replaced: exchange at once.
         if agreement.recovery is None and norms is not None:
             return FinishedWork(
                 agreement.wait_for_some(
@@ -418,6 +459,8 @@ class BatchNormGroup:
                 )
             )
 
+        # The exchange may be tried again in a smaller group, so each attempt asks for the present
+        # group, and reduces a copy: a failed attempt may have changed its tensor.
         def act() -> Tensor:
             norms = self._prepared.subgroups.layer_subgroup
             return (

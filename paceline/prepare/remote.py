@@ -1,6 +1,6 @@
-"""Optimizers that step on servers, for all parameters or for sparse tables alone.
+"""Optimizer steps on servers: of all parameters, or of sparse tables alone.
 
-Optimizers of one process never come here.
+A run of one process doesn't use this.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ OwnStep = Callable[..., Any]
 
 
 class RemoteSteps:
-    """Steps and clips on servers for one run: `tables`, and all parameters if the strategy says
-    so.
+    """Steps and clips on the servers of one run.
+
+    Servers always step the sparse tables. They step all other parameters if the strategy is a
+    `ParameterServer`.
     """
 
     def __init__(self, loop: TrainingLoop, tables: RunTables) -> None:
@@ -42,14 +44,25 @@ class RemoteSteps:
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Make a step of `optimizer`; `own_step` is its own step, for what isn't on servers."""
+        """Step an optimizer, on servers and here.
+
+        Args:
+            optimizer: The optimizer.
+            own_step: Its own step, for parameters that are not on servers.
+            closure: Computes the loss again, as for `optimizer.step`.
+            args: Arguments of `own_step`.
+            kwargs: Keyword arguments of `own_step`.
+
+        Returns:
+            The result of `own_step`, or of the closure if servers step.
+        """
         loop, tables = self._loop, self._tables
-        whole, rows = (
-            self._sync is not None and self._sync.steps(optimizer),
-            tables.steps_tables(optimizer),
+        remote_all = self._sync is not None and self._sync.steps(optimizer)
+        remote_rows = tables.steps_tables(optimizer)
+        loop.transaction.note_step(
+            remote=remote_all or (remote_rows and tables.recoverable_steps is not None)
         )
-        loop.transaction.note_step(remote=whole or (rows and tables.recoverable_steps is not None))
-        if not whole and not rows:
+        if not remote_all and not remote_rows:
             result = own_step(optimizer, *args, **kwargs)
         else:
             result = None
@@ -57,47 +70,52 @@ class RemoteSteps:
                 with torch.enable_grad():
                     result = closure()
             loop.exchange_due_gradients("optimizer.step")
-            self._step_on_servers(optimizer, own_step, whole=whole)
+            self._step_on_servers(optimizer, own_step, remote_all=remote_all)
+            # A worker was lost: the turn is dealt again, so this step doesn't count.
             if not loop.is_acting:
                 return result
         loop.note_optimizer_step(optimizer)
         return result
 
-    def _step_on_servers(self, optimizer: Optimizer, own: OwnStep, *, whole: bool) -> None:
-        """Make a step of tables, of everything else (`whole`), or of both.
+    def _step_on_servers(self, optimizer: Optimizer, own: OwnStep, *, remote_all: bool) -> None:
+        """Step the optimizer's tables on servers, and its other parameters there or here.
 
-        Nothing of it is made where the turn is dealt again.
+        `remote_all`: servers step the other parameters, too. No step happens if the turn is dealt
+        again.
         """
         loop, tables = self._loop, self._tables
-        if whole:
+        if remote_all:
             self._refuse_mixed(optimizer)
-        if whole and optimizer.state:
+        if remote_all and optimizer.state:
             check_memory(optimizer, tables.get_handle_ids())
-        self._push_rows(optimizer, last=not whole)
+        # Each part may find that a worker was lost, and `is_acting` is false from then on. Tables
+        # step last, once no other part can fail.
+        self._push_rows(optimizer, last=not remote_all)
         if loop.is_acting:
             with tables.hide_gradients(optimizer):
-                self._step_all(optimizer) if whole else own(optimizer)
+                self._step_all(optimizer) if remote_all else own(optimizer)
         if loop.is_acting:
             tables.make_steps(optimizer)
 
     def _refuse_mixed(self, optimizer: Optimizer) -> None:
-        """Raise `UsageError` if p.grad sums passes that need separate weights on the way to
-        servers.
+        """Raise `UsageError` if p.grad sums passes whose weights differ.
+
+        Servers get one weight with each gradient.
         """
         mixed = self._loop.backward.mixed
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         name = None if mixed is None else mixed.find_mixed(stepped)
         if name is not None:
             raise UsageError(
-                f"p.grad of {name} adds up batches that this worker has different parts of, and "
-                "goes to servers with the weight "
-                "of the last: add them up under run.no_sync(), all but the last, which weights each"
+                f"p.grad of {name} adds up batches in which this worker has shares of different "
+                "size, and goes to servers with the weight of the last one: run all backward "
+                "passes but the last under run.no_sync(), which weights each batch"
             )
 
     def _push_rows(self, optimizer: Optimizer, *, last: bool) -> None:
-        """Give servers the gradients for the next step of the optimizer's tables.
+        """Send servers the gradients for the next step of the optimizer's tables.
 
-        `last`: nothing else of the step can fail.
+        `last`: no later part of the step can fail.
         """
         loop, tables = self._loop, self._tables
         if tables.recoverable_steps is None or not tables.steps_tables(optimizer):
@@ -111,9 +129,10 @@ class RemoteSteps:
             )
 
     def _step_all(self, optimizer: Optimizer) -> None:
-        """Step everything but tables on servers. Collective."""
+        """Step all parameters but tables on servers. Collective."""
         loop, sync = self._loop, self._sync
         assert sync is not None
+        # Training waits for the servers, so this time counts as exposed communication.
         began = time.perf_counter()
         loop.transaction.step_remotely(
             lambda: sync.step(optimizer), "optimizer.step", last=True, apart=loop.apart
@@ -126,7 +145,7 @@ class RemoteSteps:
         return self._sync is not None and self._sync.attached
 
     def clip_gradients(self, parameters: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
-        """Clip gradients where they are, and return their norm before."""
+        """Clip gradients on servers or here. Returns the norm that they had before."""
         loop, sync, clipping = self._loop, self._sync, self._clipping
         if sync is None or clipping is None or not self.steps_all:
             return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)

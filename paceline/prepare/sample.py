@@ -1,4 +1,4 @@
-"""A few samples of a loader, before it is dealt, on which a model's layers are measured."""
+"""Takes a few samples from a loader, to measure a model's layers before the loader is dealt."""
 
 from __future__ import annotations
 
@@ -14,10 +14,18 @@ INSTEAD = "say split=[layers of each stage], or split='even'"
 
 
 def sample_batch(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, ...]:
-    """Inputs and target of a fraction of a global batch of the first loader. Draws nothing.
+    """Collate a batch from the first samples of the first loader. Draws no random numbers.
 
-    The fraction is one in `parts`, or a sample. A batch must be a tuple or a list with the target
-    as its last part; raises `UsageError` if it isn't.
+    Args:
+        loaders: Loaders of the script.
+        parts: The batch has 1/parts of a global batch's samples, and at least one.
+
+    Returns:
+        Inputs and target.
+
+    Raises:
+        UsageError: There is no loader, its data set has no indices, or its batch isn't a tuple or
+            list that ends with the target.
     """
     if not loaders:
         raise UsageError(
@@ -35,6 +43,7 @@ def sample_batch(loaders: Sequence[DataLoader[Any]], parts: int) -> tuple[Any, .
             f"has none: {INSTEAD}"
         )
     dataset: Any = loader.dataset
+    # Reading samples may draw random numbers, as for augmentation. Training must draw the same.
     with preserve_randomness():
         batch = loader.collate_fn(
             [

@@ -1,7 +1,7 @@
-"""Lets all workers that hold parts of a model skip a step if one part of the gradient overflows.
+"""Lets all workers with parts of a model skip a step if one part of the gradient overflows.
 
 scaler.step(optimizer)     looks for inf and nan in this worker's part of the gradient
-                           -> found on any worker: no worker steps
+                           -> inf or nan on any worker: no worker steps
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from paceline.workers.axes import RunAxes
 
 
 def bind_scaler(scaler: Any, loop: TrainingLoop, axes: RunAxes) -> None:
-    """Let a GradScaler act with the optimizer, and look for overflows along the axes of cuts."""
+    """Bind a GradScaler to the loop, and combine its overflow flags along the axes of cuts."""
     hooks.bind_scaler(scaler, loop)
     if not axes.cut_axes:
         return
     group = axes.groups.group_along(*axes.cut_axes)
 
-    def looking(own: Callable[..., Any]) -> Callable[..., Any]:
-        def look(self: Any, *args: Any, **options: Any) -> Any:
+    def combine_flags(own: Callable[..., Any]) -> Callable[..., Any]:
+        def unscale_gradients(self: Any, *args: Any, **options: Any) -> Any:
             overflows = own(self, *args, **options)
-            for overflow in overflows.values():  # one for each device
+            # One flag for each device.
+            for overflow in overflows.values():
                 group.all_reduce(overflow, op="max", name="GradScaler", out=overflow).wait()
             return overflows
 
-        return look
+        return unscale_gradients
 
-    # which all that a GradScaler does with gradients goes through
-    rebind_method(scaler, "_unscale_grads_", looking, loop)
+    # Private: breaks if `unscale_` and `step` no longer look for overflows by this method.
+    rebind_method(scaler, "_unscale_grads_", combine_flags, loop)

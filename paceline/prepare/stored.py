@@ -1,4 +1,4 @@
-"""Weights out of checkpoints of other runs, read in parts, for `run.prepare(init="runs/NAME")`.
+"""Reads weights from checkpoints of other runs, in parts, for `run.prepare(init="runs/NAME")`.
 
 runs/NAME/checkpoints/step-00000100    cut in any way, by any number of workers    each worker reads
                                        the rectangles that it holds now
@@ -30,7 +30,7 @@ from paceline.state.snapshot import subtrees_by_key, tensor_path
 class StoredModel:
     """A model in a run's folder, or in one of its checkpoints.
 
-    `part`, `best`: which, as for `paceline.state_dict`.
+    `part` and `best` select it as in `paceline.state_dict`.
     """
 
     folder: Path
@@ -45,7 +45,12 @@ Source = weights.Source | StoredModel
 def open_weights(source: Source, say: Callable[[str], None]) -> Iterator[Weights]:
     """Open weights from a file, a dict, or the newest complete checkpoint of a run.
 
-    `say` gets the checkpoints that are passed over. Raises `UsageError` for an unreadable one.
+    Args:
+        source: The file, dict, run folder or stored model.
+        say: Called with a line about each checkpoint that is skipped.
+
+    Raises:
+        UsageError: The weights can't be read.
     """
     if isinstance(source, str | Path) and Path(source).is_dir():
         source = StoredModel(Path(source))
@@ -64,14 +69,15 @@ def open_weights(source: Source, say: Callable[[str], None]) -> Iterator[Weights
 def _read_checkpoint(
     checkpoint: Checkpoint, part: str | None, files: contextlib.ExitStack
 ) -> Weights:
+    # The model's state must be a plain dict of tensors, as each one is read by name, in rectangles.
     nodes = subtrees_by_key(get_model_tree(checkpoint, part))
     paths = {str(name): tensor_path(node) for name, node in nodes.items()}
-    odd = next((name for name, path in paths.items() if path is None), None)
-    if odd is not None or not paths:
-        what = "it is no dict of tensors" if odd is None else f"{odd} is no tensor"
+    no_tensor = next((name for name, path in paths.items() if path is None), None)
+    if no_tensor is not None or not paths:
+        what = "it is no dict of tensors" if no_tensor is None else f"{no_tensor} is no tensor"
         raise CheckpointError(
             f"{checkpoint.path.name} has no model that can be read in parts: {what}; "
-            "load paceline.state_dict by hand"
+            "load it with paceline.state_dict and load_state_dict"
         )
     reader = files.enter_context(BlockReader(checkpoint.path, checkpoint.index))
     shapes = {
@@ -84,16 +90,16 @@ def _read_checkpoint(
         with _explain_unusable():
             return reader.read_rectangle(str(paths[name]), box)
 
-    # which has the hashes of all files
+    # The manifest has the hashes of all files, so its hash stands for the whole checkpoint.
     digest = hashlib.sha256((checkpoint.path / MANIFEST_FILE).read_bytes()).hexdigest()
     return Weights(os.path.relpath(checkpoint.path), shapes, read, digest)
 
 
 @contextlib.contextmanager
 def _explain_unusable() -> Iterator[None]:
-    """Raise `UsageError` for a checkpoint that can't be used.
+    """Raise `UsageError` in place of `CheckpointError`.
 
-    The first values of a model are the script's choice, so none is taken in its place.
+    The script has chosen the first values of its model, so no other checkpoint may replace them.
     """
     try:
         yield

@@ -1,8 +1,8 @@
-"""Workers that differ only along `stage` and `tensor`: same script, samples and random numbers.
+"""Keeps workers along `stage` and `tensor` alike: same script, samples and random numbers.
 
 tensor 0   batch 17   dropout 0.31 0.77 ...
-tensor 1   batch 17   dropout 0.31 0.77 ...      if either drew or read anything else, it would be
-                                                 another training
+tensor 1   batch 17   dropout 0.31 0.77 ...      they compute parts of the same result, so both must
+                                                 read the same samples and draw the same numbers
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.errors import DataError, UsageError
 from paceline.state.snapshot import view_cpu_bytes
 from paceline.workers.axes import RunAxes
 
-EARLY, OFTEN = 3, 100  # batches that are compared: the first ones, and one in so many
+EARLY, OFTEN = 3, 100  # batches that are compared: the first 3, then every 100th
 
 
 def check_options(options: Mapping[str, Any], axes: RunAxes) -> None:
@@ -30,9 +30,9 @@ def check_options(options: Mapping[str, Any], axes: RunAxes) -> None:
         return
     if options["shard"] == "mine":
         raise UsageError(
-            'shard="mine" has each rank read samples of its own, and workers along `stage` and '
+            'shard="mine" lets each rank read its own samples, and workers along `stage` and '
             f"`tensor` of the mesh ({axes.mesh}) need "
-            "the same ones: leave it out, and deal the whole stream"
+            "the same ones: leave it out, so that the whole stream is dealt"
         )
 
 
@@ -43,6 +43,7 @@ def share_randomness(axes: RunAxes) -> None:
     """
     group = axes.groups.group_along("stage", "tensor")
     if group.size > 1:
+        # All workers of the group take the state of its first one.
         states = group.gather_bytes(
             pack_value(rng.get_shared_state(), what="the state of random generators")
             if group.rank == 0
@@ -54,7 +55,7 @@ def share_randomness(axes: RunAxes) -> None:
 def compare_batches(
     move: Callable[[Any], Any] | None, axes: RunAxes
 ) -> Callable[[Any], Any] | None:
-    """Function that moves a batch to its device, and compares some batches along the two axes."""
+    """Make a function that moves a batch to its device, and compares some along the two axes."""
     group = axes.groups.group_along("stage", "tensor")
     if group.size == 1:
         return move
@@ -78,7 +79,8 @@ def find_tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def checksum_batch(batch: Any) -> int:
-    """Return a number that tells a batch from others, by its tensors; 0 for one without any."""
+    """Compute a checksum of a batch's tensors; 0 if there are none."""
+    # Shapes and dtypes count as well: tensors of other shapes may have the same bytes.
     total = 0
     for tensor in find_tensors(batch):
         total = zlib.crc32(
@@ -89,12 +91,19 @@ def checksum_batch(batch: Any) -> int:
 
 
 def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:
-    """Raise `DataError` on all workers if tensors differ along `tensor`. Collective."""
-    found = [
+    """Raise `DataError` on all workers if a batch differs within a group. Collective.
+
+    Args:
+        group: Workers that should have the same batch.
+        batch: This worker's batch.
+        what: Name of the batch in the error.
+        hint: What to do, in the error.
+    """
+    checksums = [
         int.from_bytes(body, "little")
         for body in group.gather_bytes(checksum_batch(batch).to_bytes(4, "little"))
     ]
-    other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+    other = next((rank for rank, value in enumerate(checksums) if value != checksums[0]), None)
     if other is not None:
         one, two = group.global_rank(0), group.global_rank(other)
         raise DataError(
@@ -103,11 +112,15 @@ def check_equal(group: Group, batch: Any, what: str, hint: str) -> None:
 
 
 class BatchComparer:
-    """Compares batches over `group`, whose workers should have the same ones.
+    """Compares batches between workers that should have the same ones.
 
-    All of them call it for each batch.
+    All workers of the group call it for each batch.
 
-    `meter` measures the exchange, and `announce` is told once of batches that can't be compared.
+    Args:
+        group: The workers.
+        meter: Measures the time of the comparison.
+        move: Moves a batch to its device; None leaves it where it is.
+        announce: Called once with a line if a batch can't be compared.
     """
 
     def __init__(
@@ -127,10 +140,11 @@ class BatchComparer:
         )
 
     def __call__(self, batch: Any) -> Any:
-        """Return the batch on its device.
+        """Move the batch to its device, and compare it if its turn has come.
 
-        Raises `DataError`, on all workers, where they have different ones.
+        Raises `DataError` on all workers if their batches differ.
         """
+        # All workers count the same batches, so they compare the same ones.
         self._seen += 1
         if self._seen <= EARLY or self._seen % OFTEN == 0:
             self._compare_batch(batch)
@@ -140,13 +154,11 @@ class BatchComparer:
         if not self._warned and next(find_tensors(batch), None) is None:
             self._warned = True
             self._announce(
-                f"batch {self._seen} of a loader is a {type(batch).__qualname__} in which no "
-                "tensor is found, so it isn't compared along "
-                "`tensor`, where workers need the same samples: return tensors in dicts, lists or "
+                f"batch {self._seen} of a loader is a {type(batch).__qualname__} without visible "
+                "tensors, so it isn't compared along "
+                "`tensor`, whose workers need the same samples: return tensors in dicts, lists or "
                 "tuples to have them compared"
             )
-        hint = (
-            "read and augment samples by a seed that both have (run.seed), and not by rank or time"
-        )
+        hint = "read and augment samples by a common seed (run.seed), and not by rank or time"
         with self._meter.measure_exchange("the batches"):
             check_equal(self._group, batch, f"batch {self._seen} of a loader", hint)

@@ -1,4 +1,4 @@
-"""Lends whole parameters of a cut model: a script reads them, changes them, or adds to gradients.
+"""Lends whole parameters of a cut model, so that a script can read or change them.
 
     part of each worker    -- gathered along the axes of its cut -->    whole value and gradient,
                                                                         on all of them
@@ -26,26 +26,33 @@ from paceline.workers.axes import RunAxes
 
 
 class WholeParameters:
-    """Makes parameters of a run whole, for the time of a block of the script."""
+    """Makes parameters of a run whole while a block of the script runs."""
 
     def __init__(self, loop: TrainingLoop, cuts: ModelCuts, axes: RunAxes) -> None:
         self._loop, self._cuts, self._axes = loop, cuts, axes
 
     @contextlib.contextmanager
     def lend_whole(self, parameters: Mapping[str, Parameter]) -> Iterator[dict[str, Parameter]]:
-        """Yield a whole parameter for each one, and take this worker's part of what is left of it.
+        """Yield whole parameters, then write this worker's parts of them back.
 
         Collective along the cuts.
+
+        Args:
+            parameters: Parameters of the model, by name.
+
+        Yields:
+            A whole copy of each one, with its gradient if there is one.
         """
         backward = self._loop.backward
         if self._loop.abilities.remote is not None:
             raise UsageError(
-                "run.whole changes parameters on workers, and with ParameterServer servers keep "
-                "them: use AllReduce"
+                "run.whole changes parameters on workers, and with ParameterServer they are on "
+                "servers: use AllReduce"
             )
         if backward.passes or backward.owing:
             self._loop.exchange_due_gradients("run.whole")
-        # Gradients are exchanged, so they can be made whole as the values are.
+        # Gradients are exchanged by now, so they can be gathered as the values are. After the loss
+        # of a worker they don't count.
         graded, wait = self._loop.is_acting, self._axes.slice.agreement.wait_for_some
         wholes = wait(
             lambda: {
@@ -55,7 +62,7 @@ class WholeParameters:
             "run.whole",
         )
         yield wholes
-        # Workers must have left the same, as each takes its part of its own copy.
+        # Each worker takes its part from its own copy, so the copies must be the same.
         wait(lambda: self._check_alike(wholes, parameters), "run.whole")
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -74,15 +81,15 @@ class WholeParameters:
             trained.detach(),
             *([trained.grad] if graded and trained.grad is not None else []),
         ]
-        facts = [
-            [[list(ends) for ends in region.logical] for region in placement.regions],
-            len(values),
-        ]
-        told = group.gather_objects(facts, name=f"run.whole of {name}")
-        if len(values) < max(count for _, count in told):
-            values.append(torch.zeros_like(trained))  # of layers that other stages have
+        # Workers first tell which rectangles they have, and whether they have a gradient.
+        rectangles = [[list(ends) for ends in region.logical] for region in placement.regions]
+        answers = group.gather_objects([rectangles, len(values)], name=f"run.whole of {name}")
+        if len(values) < max(count for _, count in answers):
+            # A parameter of another stage's layers has no gradient here, and other workers gather
+            # theirs.
+            values.append(torch.zeros_like(trained))
         gathered = [
-            _assemble_tensor(value, placement, [places for places, _ in told], group, name)
+            _assemble_tensor(value, placement, [places for places, _ in answers], group, name)
             for value in values
         ]
         whole = Parameter(gathered[0], requires_grad=trained.requires_grad)
@@ -93,24 +100,23 @@ class WholeParameters:
         self, wholes: Mapping[str, Parameter], parameters: Mapping[str, Parameter]
     ) -> None:
         for name, whole in wholes.items():
-            rest = compute_checksums(
+            checksums = compute_checksums(
                 [whole.detach(), *([] if whole.grad is None else [whole.grad])]
             )
-            told = self._find_placement(parameters[name])[2].gather_objects(
-                rest, name=f"what run.whole has left of {name}"
-            )
-            if any(other != told[0] for other in told):
+            _, _, group = self._find_placement(parameters[name])
+            answers = group.gather_objects(checksums, name=f"what run.whole has left of {name}")
+            if any(answer != answers[0] for answer in answers):
                 raise UsageError(
                     f"run.whole: workers have left different values or gradients of {name}, and "
-                    "each keeps a part: do the same on all of "
-                    "them, with random numbers of a generator of one seed "
-                    "(torch.Generator().manual_seed(run.seed))"
+                    "each keeps a part: do the same on all workers, with random numbers from a "
+                    "generator with the same seed (torch.Generator().manual_seed(run.seed))"
                 )
 
     def _write_back(self, parameter: Parameter, whole: Parameter, *, graded: bool) -> None:
         trained, placement, _ = self._find_placement(parameter)
-        for one in (trained, *([parameter] if parameter is not trained else [])):
-            one.copy_(self._cuts.placements.placement_of(one).copy_part(whole.detach()))
+        # The model may still have the parameter beside the piece that is trained in its place.
+        for target in (trained, *([parameter] if parameter is not trained else [])):
+            target.copy_(self._cuts.placements.placement_of(target).copy_part(whole.detach()))
         if graded and whole.grad is not None and trained.grad is not None:
             trained.grad.copy_(placement.copy_part(whole.grad))
         elif graded:
@@ -118,7 +124,7 @@ class WholeParameters:
 
 
 def find_parameters(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, Parameter]:
-    """Parameters that a script names, by name; those of a module by their names in it."""
+    """Find the parameters that a script means, by name; a module's by their names in it."""
     if isinstance(what, nn.Module):
         return dict(what.named_parameters())
     if not isinstance(what, Parameter):
@@ -132,12 +138,21 @@ def find_parameters(what: nn.Module | Parameter, cuts: ModelCuts) -> dict[str, P
 def _assemble_tensor(
     part: Tensor, placement: Placement, places: list[list[list[list[int]]]], group: Group, name: str
 ) -> Tensor:
-    """Build the logical tensor from the parts of a group's workers, which lie at `places`."""
+    """Build the logical tensor from the parts of a group's workers. Collective.
+
+    Args:
+        part: This worker's part.
+        placement: Its placement.
+        places: Rectangles of each worker: for each dim, the first and the end index.
+        group: The workers.
+        name: Name of the parameter, for the exchange.
+    """
     whole = part.new_empty(placement.shape)
     own_part = [region.view_local(part).reshape(-1) for region in placement.regions]
     parts = group.all_gather(
         torch.cat([part.new_empty(0), *own_part]), name=f"run.whole of {name}"
     ).wait()
+    # A worker's values follow each other in the order of its rectangles.
     for rectangles, values in zip(places, parts, strict=True):
         for rectangle in rectangles:
             into = whole[tuple(slice(*ends) for ends in rectangle)]

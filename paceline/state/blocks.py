@@ -1,4 +1,4 @@
-"""Blocks of tensors: the file and position of each rectangle of a logical tensor, as plain data.
+"""Blocks of stored tensors: the file and place of each rectangle of a tensor, as plain data.
 
 A logical tensor is the tensor that one process would have. Workers that cut it hold rectangles of
 it, and each rectangle is stored once. A box is the begin and end of a rectangle along each dim:
@@ -90,8 +90,9 @@ def describe_coverage_error(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     outside = [box for box in nonempty if intersect_boxes(box, frame) != box]
     if outside:
         return f"the block {outside[0]} is outside of {list(shape)}"
-    # Boxes inside the shape that don't overlap cover it if they have as many elements. Each box is
-    # compared with later ones in the order of first dims, up to the first that begins behind it.
+    # Boxes that are inside the shape and don't overlap cover it if they have as many elements. To
+    # find overlaps, boxes are sorted by their begin along the first dim. Each is compared with the
+    # later ones, up to the first that begins behind its end.
     edges = np.array(nonempty, dtype=np.int64).reshape(len(nonempty), len(frame), 2)
     first_begins = [box[0][0] for box in nonempty if box]
     for index, box in enumerate(nonempty):
@@ -109,6 +110,7 @@ def merge_indexes(indexes: Iterable[Mapping[str, StoredTensor]]) -> BlockIndex:
 
     Raises `CheckpointError` if an element is missing or written twice.
     """
+    # Collect the blocks of each tensor from all workers, then check that they fit together.
     entries_by_path: dict[str, list[StoredTensor]] = {}
     for index in indexes:
         for path, entry in index.items():
@@ -164,20 +166,26 @@ def index_to_json(index: Mapping[str, StoredTensor]) -> Json:
 def index_from_json(content: Json, *, partial: bool = False) -> BlockIndex:
     """Read an index from the JSON of `index_to_json`.
 
-    The JSON may come from a damaged or hostile file, so that everything in it is checked. Raises
-    `CheckpointError` if anything is wrong. With `partial` it may be the index of one worker, whose
-    blocks don't cover their tensors.
+    The JSON may come from a damaged or hostile file, so everything in it is checked.
+
+    Args:
+        content: The parsed JSON.
+        partial: Whether it may be the index of one worker, whose blocks don't cover their tensors.
+            Default: False.
+
+    Raises:
+        CheckpointError: Anything in it is wrong.
     """
     if not isinstance(content, dict):
-        raise CheckpointError("an index of blocks is an object")
+        raise CheckpointError(f"the index of blocks must be an object, not {type(content)}")
     index: BlockIndex = {}
     for path, entry in content.items():
         try:
             dtype, shape = parse_tensor_form(entry["dtype"], entry["shape"])
-            # Before blocks are compared, which could take hours for a hostile file.
+            # Checked before blocks are compared, which could take hours for a hostile file.
             if len(entry["blocks"]) > MAX_BLOCKS:
                 raise ValueError(
-                    f"it is in {len(entry['blocks'])} blocks, and {MAX_BLOCKS} are possible"
+                    f"it is in {len(entry['blocks'])} blocks, and at most {MAX_BLOCKS} are allowed"
                 )
             blocks = tuple(
                 StoredBlock(
@@ -203,7 +211,8 @@ def parse_tensor_form(dtype: Any, shape: Any) -> tuple[torch.dtype, tuple[int, .
     Raises ValueError, TypeError or LookupError.
     """
     checked_shape = tuple(map(_parse_size, shape))
-    # `max`: torch computes strides of empty tensors too, and they may overflow as well.
+    # The product counts a size of 0 as 1: torch computes strides of empty tensors too, and they may
+    # overflow as well.
     if len(checked_shape) > MAX_DIMS or prod(max(1, size) for size in checked_shape) >= 1 << 60:
         raise ValueError(f"no tensor has the shape {str(checked_shape)[:80]}")
     if not _STORABLE_DTYPES.fullmatch(dtype):

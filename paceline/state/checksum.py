@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-ROW_WORDS: Final = 2048  # words
+ROW_WORDS: Final = 2048  # words in a row
 # Rows at a time: mixed words stay in a core's cache, or take 16 MB of a GPU's memory.
 ROWS_AT_ONCE, ROWS_AT_ONCE_ON_GPU = 32, 1024
 
@@ -48,15 +48,15 @@ def compute_checksums(tensors: Sequence[Tensor]) -> list[int]:
             1 + largest // (8 * ROW_WORDS),
         )
         buffer = torch.empty(rows * ROW_WORDS, dtype=torch.int64, device=device)
-        numbers = [
+        checksums = [
             _sum_small_tensors([tensors[place] for place in places], buffer)
             if isinstance(alike, tuple)
             else _sum_large_tensor(tensors[alike], buffer)
             for alike, places in groups.items()
         ]
         order = [place for places in groups.values() for place in places]
-        for place, number in zip(order, torch.cat(numbers).tolist(), strict=True):
-            sums[place] = number
+        for place, checksum in zip(order, torch.cat(checksums).tolist(), strict=True):
+            sums[place] = checksum
     return sums
 
 
@@ -102,6 +102,7 @@ def _sum_large_tensor(x: Tensor, buffer: Tensor) -> Tensor:
     words, last = head.view(torch.int64), head.new_empty(0, dtype=torch.int64)
     if rest.numel():
         last = torch.cat([rest, rest.new_zeros(8 - rest.numel())]).view(torch.int64)
+    # Sum the rows, then rows of these sums, until one number is left.
     level = 0
     rows = _sum_rows(words, last, level, buffer)
     while rows.numel() > 1:
@@ -113,8 +114,8 @@ def _sum_large_tensor(x: Tensor, buffer: Tensor) -> Tensor:
 def _sum_rows(words: Tensor, last: Tensor, level: int, buffer: Tensor) -> Tensor:
     """Compute the weighted sum of each row of words. `last` holds further words after them."""
     weights, step = _make_weights(level, words.device), buffer.numel()
-    # `full` is the number of words in full rows. The rest makes a shorter row together with `last`:
-    # to add `last` to `words` first would copy all of them.
+    # `full` is the number of words in full rows. The remaining words make a shorter row together
+    # with `last`. Appending `last` to `words` first would copy all of them.
     full = words.numel() // ROW_WORDS * ROW_WORDS
     pieces = [
         words[start : min(start + step, full)].view(-1, ROW_WORDS) for start in range(0, full, step)
@@ -166,5 +167,5 @@ def _make_weights(level: int, device: torch.device) -> Tensor:
     )
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    odd = (z ^ (z >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(odd.view(np.int64)).to(device)
+    odd_weights = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(odd_weights.view(np.int64)).to(device)

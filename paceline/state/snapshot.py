@@ -33,7 +33,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     for kind in vars(torch).values()
     if isinstance(kind, torch.dtype)
 }
-WORD_BYTES: Final = 8  # bytes
+WORD_BYTES: Final = 8
 # Entry in the metadata of a module with the parts of its parameters that a worker has. It differs
 # between workers, and isn't saved.
 PARTS_ENTRY: Final = "paceline.parts"
@@ -152,12 +152,15 @@ def snapshot_from_bytes(data: bytes) -> Snapshot:
 def make_snapshot(value: Any, version: int = 0, *, copy: bool = True) -> Snapshot:
     """Make a snapshot of nested state.
 
+    >>> make_snapshot({"lr": 0.1, "betas": (0.9, 0.99)}).tree
+    {'lr': 0.1, 'betas': {'$': 'tuple', 'items': [0.9, 0.99]}}
+
     Args:
         value: Nested dicts with any plain keys, lists, tuples, sets, tensors, numpy arrays,
             numbers, text and None. A tensor that is in several places is stored once.
         version: Version of the state.
-        copy: Whether tensors are cloned, on their devices. Without it, the caller must not change
-            them while the snapshot is used.
+        copy: Whether tensors are cloned, on their devices. If not, the caller must not change them
+            while the snapshot is used. Default: True.
 
     Raises:
         CheckpointError: A value can't be stored exactly. The message has its path.
@@ -216,7 +219,7 @@ def copy_to_tensor(body: bytes) -> Tensor:
 
 def view_as_tensor(data: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
     """View bytes (1-D uint8) as a tensor. They are copied if their address isn't aligned."""
-    # Vector instructions crash the process on complex128 at an unaligned address.
+    # For complex128 at an unaligned address, vector instructions crash the process.
     if data.data_ptr() % max(dtype.itemsize, WORD_BYTES):
         data = data.clone()
     return data.view(dtype).view(shape)

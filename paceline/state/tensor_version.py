@@ -1,7 +1,8 @@
-"""The version counter of a tensor, by which a change in place shows.
+"""Reads the version counter of a tensor, which shows changes in place.
 
 `Tensor._version` is private by name only: torch's own error messages quote it, and its notes on
-autograd describe it. Without it, changes in place would have to be found by comparing values.
+autograd describe it. This breaks if torch removes it; then changes in place would have to be found
+by comparing values.
 """
 
 from __future__ import annotations

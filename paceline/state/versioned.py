@@ -43,7 +43,7 @@ class VersionedState:
     step. Two workers with the same version have the same state, which `compute_hash` can prove.
 
     Example:
-        >>> state = Versioned(model=model, optimizer=optimizer)
+        >>> state = VersionedState(model=model, optimizer=optimizer)
         >>> before = state.take_snapshot()
         >>> state.restore_snapshot(before)
     """
@@ -61,8 +61,8 @@ class VersionedState:
         Args:
             name: A new name.
             part: The part.
-            later: Whether earlier versions of paceline have not saved it, so that a state may lack
-                it.
+            later: Whether earlier versions of paceline didn't save this part, so that a state may
+                lack it. Default: False.
         """
         if not isinstance(part, Stateful):
             raise UsageError(
@@ -124,12 +124,12 @@ class VersionedState:
             snapshot: The snapshot.
 
         Returns:
-            The names of parts that the snapshot lacks, because earlier versions of paceline have
-            not saved them. They stay as they are.
+            Names of the parts that the snapshot lacks, because earlier versions of paceline didn't
+            save them. They stay as they are.
 
         Raises:
-            CheckpointError: The snapshot has other parts, parameters or shapes. Nothing is changed
-                then, and the message has the first differences. Or a part has refused its state.
+            CheckpointError: The snapshot has other parts, parameters or shapes; then nothing is
+                changed, and the message has the first differences. Or a part refuses its state.
         """
         state = snapshot.unpack_state()
         # Everything that can be compared is compared before any part changes.
@@ -150,13 +150,13 @@ class VersionedState:
                 "this state belongs to other objects: "
                 f"{'; '.join(lines[:MAX_SHOWN_DIFFERENCES])}{more}. "
                 "Build the same model and optimizers as "
-                f"in the run that saved it, or start from the beginning"
+                "in the run that saved it, or start from the beginning"
             )
         loaded: list[str] = []
         for name, part in self._parts.items():
             if name not in state:
                 continue
-            # Parts may be a user's objects. An error of theirs names the part.
+            # Parts may be objects of the user, and can fail in many ways. Name the part.
             try:
                 part.load_state_dict(state[name])
                 _check_optimizer_settings(part)
@@ -179,9 +179,10 @@ class VersionedState:
     def list_differences(self, state: Mapping[str, Any]) -> list[str]:
         """List the differences of an unpacked state that keep it from being loaded here.
 
-        Each is one sentence. Some parts can't be compared, so that loading may fail even if there
-        is no difference.
+        Each is one sentence. Some parts can't be compared, so loading may fail although there is no
+        difference.
         """
+        # 1. Compare the names of the parts.
         lines = [
             f"it lacks {name}, which is here"
             for name in self._parts
@@ -192,13 +193,14 @@ class VersionedState:
             for name in state
             if name not in self._parts and name != CLASSES_ENTRY
         ]
-        # States of older versions have no classes.
+        # 2. Compare the classes of optimizers and schedulers. States of older versions have none.
         saved_classes = state.get(CLASSES_ENTRY, {})
         lines += [
             f"{name} is a {saved_classes[name]} in it, a {kind} here"
             for name, kind in self._part_classes().items()
             if saved_classes.get(name, kind) != kind
         ]
+        # 3. Compare the parameters of models, and the groups of optimizers.
         for name, part in self._parts.items():
             if name not in state:
                 continue

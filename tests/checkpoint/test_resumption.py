@@ -112,9 +112,9 @@ def test_it_goes_on_as_if_nothing_had_been(
 def test_nothing_saved_is_said_after_an_epoch(tmp_path: Path) -> None:
     said: list[str] = []
     wanted = workers(2, training(saves=None), folder=tmp_path, start=FIRST, said=said)
-    assert [text for text in said if "nothing is saved" in text] == [
+    assert [text for text in said if "no checkpoint is saved" in text] == [
         (
-            "an epoch is over and nothing is saved: --restarts would begin anew; "
+            "an epoch is over and no checkpoint is saved: --restarts would begin anew; "
             "call run.save now and then"
         )
     ]
@@ -128,7 +128,7 @@ def test_nothing_saved_is_said_after_an_epoch(tmp_path: Path) -> None:
     )
     for name, saves, start in (("saved", 3, FIRST), ("no restarts", None, None)):
         workers(2, training(saves=saves), folder=tmp_path / name, start=start, said=said)
-    assert not [text for text in said if "nothing is saved" in text]
+    assert not [text for text in said if "no checkpoint is saved" in text]
 
 
 def test_without_restarts_a_run_has_its_own_folder_and_begins_anew(tmp_path: Path) -> None:

@@ -357,9 +357,9 @@ def test_a_disk_that_hangs_is_given_up(tmp_path: Path, gate: Gate) -> None:
 
     workers(2, body, folder=tmp_path)
     assert errors[0].startswith(
-        "CheckpointError: step 2 has not come to the disk in time: 0.0 of 0.0 MB"
+        "CheckpointError: step 2 was not on the disk in time: 0.0 of 0.0 MB"
     )
-    assert "step 2 has not come" in errors[1]
+    assert "step 2 was not on the disk" in errors[1]
     assert loaded(tmp_path).step == 2 and summary(tmp_path)["checkpoints"]["count"] == 1
 
 

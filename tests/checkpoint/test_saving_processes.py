@@ -147,12 +147,12 @@ def test_two_workers_resume_past_what_is_broken(job: Jobs, tmp_path: Path) -> No
     shutil.copytree(folder / "step-00000002", folder / ".saving-x" / "new")
     ended = job.run(RESUMED).end()
     assert ended.code == 0 and ended.out == "[0] at 2\n", ended
-    [line] = [line for line in ended.err.splitlines() if "whole" in line]
+    [line] = [line for line in ended.err.splitlines() if "complete" in line]
     assert (
         "step-00000006: own-00001.json can't be read" in line
         and "step-00000004: tensors.safetensors has" in line
     )
-    assert line.endswith("Using step-00000002, which is whole")
+    assert line.endswith("Using step-00000002, which is complete")
     assert [path.name for path in (tmp_path / "runs" / "run-2" / "checkpoints").iterdir()]
 
 

@@ -69,7 +69,7 @@ def test_everybody_has_a_part_of_a_usual_sample_if_there_are_enough() -> None:
     "numbers", [(0.0, 0.0), (0.0, -1.0), (-1.0, 1.0), (0.0, float("inf")), (float("nan"), 1.0)]
 )
 def test_no_speed_is_refused(numbers: tuple[float, float]) -> None:
-    with pytest.raises(DataError, match="is no speed"):
+    with pytest.raises(DataError, match="are no speed"):
         SpeedCurve(*numbers)
 
 

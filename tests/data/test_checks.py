@@ -22,7 +22,7 @@ class Counted(IterableDataset):
         (
             lambda: DataLoader(Counted(), 2),
             {"cost": len},
-            "those of a stream are known once they are read",
+            "the samples of a stream aren't known before they are read",
         ),
         (
             lambda: DataLoader(Numbers(4), None),

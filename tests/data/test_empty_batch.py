@@ -77,7 +77,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_emptied_is_refused_with_its_type(name):
-    with pytest.raises(DataError, match=rf"can't be made of a {name}: .*pad=True"):
+    with pytest.raises(DataError, match=rf"can't be made from a {name}: .*pad=True"):
         empty_rows(WRONG[name](1), WRONG[name](2))
 
 

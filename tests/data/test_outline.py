@@ -183,7 +183,7 @@ def test_loaders_of_data_sets_that_differ_are_refused(case):
     assert raised[0] == raised[1] == raised[2]
     assert (
         said.replace("rank 1", "rank 2") in raised[0]
-        and "Seed a random split alike on all workers" in raised[0]
+        and "Use the same seed for a random split on all workers" in raised[0]
     )
 
 

@@ -560,9 +560,7 @@ def test_a_scaler_that_was_not_prepared_is_refused(job: Jobs) -> None:
     }
     text = script(**parts).replace("loss.backward()", "scaler.scale(loss).backward()")
     ended = job.run(text, 2, "--min-workers", "1", OUT=str(job.folder)).end()
-    assert (
-        ended.code == 1 and "a GradScaler steps that was not given to run.prepare" in ended.err
-    ), ended
+    assert ended.code == 1 and "a GradScaler that was not given to run.prepare" in ended.err, ended
     prepared = text.replace("init_scale=2.0)", "init_scale=2.0); run.prepare(scaler)")
     assert job.run(prepared, 2, "--min-workers", "1", OUT=str(job.folder)).end().code == 0
 

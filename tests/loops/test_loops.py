@@ -179,12 +179,12 @@ def test_a_loop_of_any_number_of_workers_is_that_of_one(name: str, tmp_path: Pat
 
 
 UNSERVED = {
-    "an_optimizer_replaced_and_prepared": "servers keep the first optimizer",
-    "an_optimizer_made_each_epoch": "servers keep the first optimizer",
+    "an_optimizer_replaced_and_prepared": "a parameter keeps its first optimizer",
+    "an_optimizer_made_each_epoch": "a parameter keeps its first optimizer",
     "an_optimizer_loaded_from_a_run_before": "load it before run.prepare",
-    "accumulation_by_hand": "add them up under run.no_sync()",
-    "a_loss_divided_by_the_length_of_the_loader": "add them up under run.no_sync()",
-    "zero_grad_of_now_and_then": "add them up under run.no_sync()",
+    "accumulation_by_hand": "but the last under run.no_sync()",
+    "a_loss_divided_by_the_length_of_the_loader": "but the last under run.no_sync()",
+    "zero_grad_of_now_and_then": "but the last under run.no_sync()",
     "folds": "belong to a new model",
     "layers_thawed_in_mid_run": "with requires_grad=True",
     "sparse_embeddings_with_sgd": "leave out sparse=True",

@@ -200,7 +200,7 @@ class TestFailures:
     def test_the_launcher_can_t_start(self, launch, monkeypatch):
         monkeypatch.setenv("PACELINE_INTERFACE", "no-such-interface")
         with pytest.raises(
-            pl.WorkerFailed, match=r"their launcher said: paceline: .*no-such-interface"
+            pl.WorkerFailed, match=r"last output of their launcher: paceline: .*no-such-interface"
         ):
             launch(print)
 
@@ -233,7 +233,7 @@ class TestRefusals:
     def test_what_can_t_be_called_or_sent(self):
         assert (
             self.refused("train.py")
-            == "pl.launch got a str; give the function that each worker is to call"
+            == "pl.launch got a str; give a function that each worker can call"
         )
         assert "can't be sent to workers" in self.refused(print, iter([].append for _ in ()))
         said = self.refused(pl.launch, lambda: 0, __import__("threading").Lock())
@@ -252,7 +252,7 @@ class TestRefusals:
         }.items():
             monkeypatch.setenv(name, value)
         assert self.refused().startswith(
-            "pl.launch was called in a worker, rank 1 of 4 (torchrun), and workers start no others"
+            "pl.launch was called in a worker, rank 1 of 4 (torchrun), and workers can't start"
         )
 
 

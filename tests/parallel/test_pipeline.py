@@ -344,7 +344,7 @@ def test_statistics_over_all_workers_are_refused() -> None:
         run.prepare(model, cut=pipeline("auto"), batchnorm="sync")
 
     with pytest.raises(
-        UsageError, match=r"batchnorm='sync' can't be had with layers on several workers"
+        UsageError, match=r"batchnorm='sync' can't be used with layers on several workers"
     ):
         workers(2, body, mesh="stage=2")
 

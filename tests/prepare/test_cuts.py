@@ -94,7 +94,7 @@ def test_optimizers_that_fail_on_what_other_stages_have_are_refused_on_all(
     for late in (False, True):
         with pytest.raises(
             UsageError,
-            match=f"{kind.__name__} looks at whole matrices, and fails on those that other stages",
+            match=f"{kind.__name__} needs whole matrices, and fails on those that other stages",
         ):
             workers(2, lambda run, late=late: body(run, late), mesh="stage=2")  # type: ignore[misc]
     assert len(refusals) == 4
@@ -261,7 +261,7 @@ def test_optimizers_of_one_number_over_all_parameters_are_refused(
     with pytest.raises(
         UsageError,
         match=(
-            f"{kind.__name__} takes one number .* over all parameters, and each worker along "
+            f"{kind.__name__} computes one number .* over all parameters, and each worker along "
             f"`{axis}` would"
         ),
     ):

@@ -278,8 +278,8 @@ def test_different_values_are_replaced_with_one_warning() -> None:
     assert all(torch.equal(one, parameters(net(0))) for one in found)
     assert [text for text in said if "differed" in text] == [
         (
-            "parameters or buffers of rank 1, 2 differed from rank 0's and were replaced by them "
-            "(seed all workers alike to avoid it)"
+            "parameters or buffers of rank 1, 2 differed from rank 0's and were replaced by "
+            "those of rank 0 (seed all workers alike to avoid it)"
         )
     ]
 
@@ -606,7 +606,7 @@ def test_parameters_that_come_later_are_named_until_they_are_prepared(how: str) 
 
     with pytest.raises(
         UsageError,
-        match=r"the parameter [02-9]\.(weight|bias) came into the model after run\.prepare",
+        match=r"the parameter [02-9]\.(weight|bias) was added to the model after run\.prepare",
     ):
         workers(2, lambda run: body(run, False))
     wanted = alone(lambda run: body(run, True))

@@ -163,7 +163,7 @@ REFUSED: list[tuple[Callable[[Run], None], str]] = [
     ),
     (
         preparing(lambda: (network(), network()), weights()),
-        r"init= has weights of one model, and 2 models are prepared here",
+        r"init= has weights of one model, and this call prepares 2 models",
     ),
     (
         preparing(network, weights(), again=True),

@@ -181,7 +181,7 @@ def test_parameters_that_an_optimizer_gets_later_are_named_until_they_are_prepar
     with pytest.raises(
         UsageError,
         match=(
-            r"the parameter optimizer0\.group\d\.\d came into the SGD after run\.prepare "
+            r"the parameter optimizer0\.group\d\.\d was added to the SGD after run\.prepare "
             r"\(add_param_group\)"
         ),
     ):
@@ -225,7 +225,7 @@ def test_on_servers_an_optimizer_that_gets_a_group_is_prepared_again() -> None:
 
     with pytest.raises(
         UsageError,
-        match=r"the parameter 0\.weight came into the SGD after run\.prepare .* give the optimizer",
+        match=r"the parameter 0\.weight was added to the SGD after .* give the optimizer",
     ):
         workers(2, body, strategy=ParameterServer())
 

@@ -108,7 +108,7 @@ def test_one_of_several_models(tmp_path: Path) -> None:
         0
     ]  # type: ignore[arg-type]
     assert torch.equal(made.weight, other.weight)
-    with pytest.raises(UsageError, match=r"has 2 models: say which part is meant"):
+    with pytest.raises(UsageError, match=r"has 2 models: give the name of a part"):
         workers(1, lambda run: run.prepare(nn.Linear(3, 3), init=folder))
 
 

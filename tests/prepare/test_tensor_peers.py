@@ -80,7 +80,7 @@ def test_batches_without_tensors_are_announced_once() -> None:
         assert (
             len(said) == 1
             and "batch 1 of a loader is a " in said[0]
-            and "Sample in which no tensor is found" in said[0]
+            and "Sample without visible tensors" in said[0]
         )
 
 

@@ -185,7 +185,7 @@ def test_what_is_refused() -> None:
         UsageError, match=r"run.whole: workers have left different values or gradients of 0.weight"
     ):
         workers(2, body, mesh="tensor")
-    with pytest.raises(UsageError, match="with ParameterServer servers keep them"):
+    with pytest.raises(UsageError, match="with ParameterServer they are on servers"):
         workers(2, lambda run: body(run, "server"), strategy=pl.ParameterServer(servers=1))
 
 

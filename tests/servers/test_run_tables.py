@@ -509,7 +509,7 @@ class TestMisuse:
 
         with pytest.raises(
             UsageError,
-            match="beside AllReduce or ParameterServer, and with this strategy replicas part",
+            match="beside AllReduce or ParameterServer, and with this strategy replicas differ",
         ):
             workers(1, body, strategy=strategy)
 

@@ -144,7 +144,7 @@ REFUSED: list[tuple[str, Callable[[Run], Any], type[Exception], str]] = [
         "tensor",
         lambda run: run.forward(run.prepare(model()), inputs(0)),
         UsageError,
-        r"has the axis `tensor`, and nothing is cut along it",
+        r"has the axis `tensor`, and no model is cut along it",
     ),
     (
         "data",

@@ -874,9 +874,7 @@ def test_a_run_without_a_name_has_nothing_to_resume(tmp_path: Path) -> None:
 
     said: list[str] = []
     assert workers(2, body, said=said, folder=tmp_path) == [False, False]
-    why = (
-        "this run was given no name that an earlier one could have had, such as start(name='mine')"
-    )
+    why = "this run has no name that an earlier run could have had, such as start(name='mine')"
     hint = f"the newest is {saved}: run.resume('{tmp_path}/other') goes on from it"
     assert f"nothing to resume, training begins anew: {why}; {hint}" in said
 

@@ -201,7 +201,7 @@ def test_what_nothing_sums_is_refused() -> None:
         with pytest.raises(
             UsageError,
             match=(
-                r"weight is trained, and its model isn't cut along `shard`, .*run.prepare\(model, "
+                r"weight is trained, but its model isn't cut along `shard`.*run.prepare\(model, "
                 r"..., cut="
             ),
         ):
@@ -270,7 +270,7 @@ def test_what_an_optimizer_may_not_get_while_it_trains(zero: Any) -> None:
 
     with pytest.raises(
         UsageError,
-        match=r"came into the SGD after run.prepare \(add_param_group\); give model and optimizer to",  # noqa: E501
+        match=r"was added to the SGD after run.prepare \(add_param_group\); give the model and the optimizer to",  # noqa: E501
     ):
         workers(2, body, mesh="shard")
 

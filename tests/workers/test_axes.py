@@ -244,8 +244,8 @@ REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
         prepared(),
         None,
         (
-            r"the mesh \(tensor=2\) has the axis `tensor`, and nothing is cut along it: "
-            r"its workers would all"
+            r"the mesh \(tensor=2\) has the axis `tensor`, and no model is cut along it, "
+            r"so its workers would all"
         ),
     ),
     (
@@ -253,7 +253,7 @@ REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
         prepared(columns()),
         None,
         (
-            r"cut=columns\(\) is along `tensor`, and the mesh \(data=2\) doesn't have that: "
+            r"cut=columns\(\) is along `tensor`, and the mesh \(data=2\) has no such axis: "
             r"say pl.start"
         ),
     ),
@@ -284,15 +284,15 @@ REFUSED: list[tuple[str, Callable[[Run], Any], Any, str]] = [
         two_models,
         None,
         (
-            r"no module is called '0'.* That is the Linear: cut= is for each of the 2 models of "
-            r"this call"
+            r"no module is called '0'.* That is the Linear: cut= applies to each of the 2 models "
+            r"of this call"
         ),
     ),
     (
         "tensor=2",
         lambda run: run.prepare(batches(), shard="mine"),
         None,
-        'shard="mine" has each rank read samples of its own, and workers',
+        'shard="mine" lets each rank read its own samples, and workers',
     ),
     (
         "tensor=2",
@@ -339,7 +339,7 @@ def test_an_axis_that_nothing_uses_is_found_at_the_first_step_at_the_latest() ->
         model(torch.ones(1, 6, dtype=torch.float64)).sum().backward()
         optimizer.step()
 
-    with pytest.raises(UsageError, match="nothing is cut along it"):
+    with pytest.raises(UsageError, match="no model is cut along it"):
         workers(2, body, mesh="tensor=2")
 
 

@@ -87,11 +87,11 @@ def test_cuts_of_the_command_line_are_those_of_the_run(job: Jobs, tmp_path: Path
         ),
         (
             ("--mesh", "stage"),
-            "the mesh (stage=2) has the axis `stage`, and nothing is cut along it",
+            "the mesh (stage=2) has the axis `stage`, and no model is cut along it",
         ),
         (
             ("--mesh", "shard"),
-            "the mesh (shard=2) has the axis `shard`, and nothing is cut along it",
+            "the mesh (shard=2) has the axis `shard`, and no model is cut along it",
         ),
     ],
     ids=["fit", "lost", "stage", "unused"],

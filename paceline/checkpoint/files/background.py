@@ -1,4 +1,4 @@
-"""Background checkpoint writes: a thread with low priority writes while training goes on."""
+"""Writes a checkpoint in the background: in a thread with low priority, while training goes on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class BackgroundWrite:
         except CheckpointError as error:
             self._error = error
             self._report_error(
-                f"{error}. The next save raises this, at the latest the end of the run"
+                f"{error}. The next save raises this error, or else the end of the run"
             )
         finally:
             self.seconds = time.perf_counter() - began
@@ -61,16 +61,16 @@ class BackgroundWrite:
         self._written_nbytes += nbytes
 
     def wait_until_ended(self, seconds: float) -> bool:
-        """Wait for this number of seconds, and tell whether the write has ended, well or not."""
+        """Wait at most this number of seconds. Tells whether the write has ended or failed."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def explain_failure(self) -> CheckpointError | None:
-        """Make the error for a checkpoint that isn't there, or not yet; None if it is there."""
+        """Make the error for a write that has failed or isn't over; None after a good write."""
         if self._thread.is_alive():
             written_megabytes, total_megabytes = self._written_nbytes / 1e6, self.nbytes / 1e6
             return CheckpointError(
-                f"{self._description} has not come to the disk in time: {written_megabytes:.1f} of "
+                f"{self._description} was not on the disk in time: {written_megabytes:.1f} of "
                 f"{total_megabytes:.1f} MB are written. Save less often, or raise "
                 "start(deadline=seconds) if the disk is slow"
             )
@@ -78,7 +78,7 @@ class BackgroundWrite:
         if self._error is None and not self._is_written:
             return CheckpointError(
                 f"{self._description} was not saved: the thread that wrote it has ended; "
-                "its own traceback says more"
+                "see the thread's own traceback"
             )
         return self._error
 

@@ -1,4 +1,4 @@
-"""Files of blocks: each worker writes rectangles of logical tensors; any rectangle can be read.
+"""Writes blocks of logical tensors to one file per worker, and reads any rectangle from them.
 
 A logical tensor is a tensor as it would be without cuts. A block is a stored rectangle of one.
 
@@ -85,8 +85,8 @@ def lay_out_blocks(number: int, tensors: Mapping[str, LocalBlocks]) -> BlocksLay
 class BlockReader:
     """Reads rectangles of the logical tensors in one checkpoint, and no other bytes.
 
-    Files stay open until `close`. A block that can't be read raises `CheckpointError`, which names
-    the tensor and the file. So the files needn't be trusted, even if their hashes weren't checked.
+    Files stay open until `close`. A block that can't be read raises `CheckpointError` with the
+    tensor and the file. So the files needn't be trusted, even if their hashes weren't checked.
 
     Args:
         folder: Folder of the checkpoint.
@@ -123,6 +123,7 @@ class BlockReader:
 
     def read_rectangle(self, name: str, box: Box | None = None) -> Tensor:
         """Read a rectangle of a logical tensor (None: all of it) into new memory."""
+        # An empty rectangle may lie anywhere. Any other must be inside the tensor.
         stored = self.get_stored_tensor(name)
         wanted = whole_box(stored.shape) if box is None else box
         if len(wanted) != len(stored.shape) or (
@@ -131,7 +132,7 @@ class BlockReader:
         ):
             raise CheckpointError(
                 f"{name} has the shape {list(stored.shape)} in {self._folder.name}; "
-                f"the rectangle {wanted} is not inside of it"
+                f"the rectangle {wanted} is not inside that shape"
             )
         # Assemble the rectangle from the parts of all blocks that overlap it.
         result = torch.empty(box_shape(wanted), dtype=stored.dtype)
@@ -146,13 +147,13 @@ class BlockReader:
         self, name: str, stored: StoredTensor, block: StoredBlock, box: Box
     ) -> Tensor:
         """Read the part of a block that lies in `box`, and check its shape and dtype."""
+        # The index and the file may contradict each other, so the part is compared with the index.
         try:
             part = self._load_block_part(stored, block, box)
             if part.shape != box_shape(box) or part.dtype != stored.dtype:
                 raise CheckpointError(
                     f"it is {part.dtype}{list(part.shape)} there, "
-                    f"{stored.dtype}{list(box_shape(box))} "
-                    "in the index"
+                    f"{stored.dtype}{list(box_shape(box))} in the index"
                 )
         except (
             OSError,
@@ -219,6 +220,7 @@ def read_uncut_index(path: Path, notes: Mapping[str, list[Any]]) -> BlockIndex:
     `notes` has the dtypes and shapes of tensors that safetensors can't store directly. Raises
     OSError, or one of `UNREADABLE` and `struct.error` if the file has another form.
     """
+    # A safetensors file begins with the length of its header, which is JSON.
     with disk.open_plain_file(path) as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > path.stat().st_size:

@@ -1,4 +1,4 @@
-"""The checkpoints of a folder: the newest, the best, and the ones to remove.
+"""Lists the checkpoints of a folder: the newest, the best, and the ones to remove.
 
     serial      1         2         3         4         5
     metric     0.31      0.21                nan       0.24        best="min"
@@ -35,7 +35,7 @@ class CheckpointEntry:
     Attributes:
         path: Folder of the checkpoint.
         serial: Place in the order of saving. None if the manifest can't be read.
-        newer: Whether a newer version of paceline wrote it.
+        is_newer: Whether a newer version of paceline wrote it.
         metric: Metric of the checkpoint, if it has one.
     """
 
@@ -90,9 +90,9 @@ def find_direction(checkpoints: Iterable[CheckpointEntry]) -> Best | None:
 
 def rank_by_metric(checkpoints: Sequence[CheckpointEntry]) -> list[CheckpointEntry]:
     """Sort the checkpoints with a metric, best first. Of equal ones the older one comes first."""
-    wanted, ranked = find_direction(checkpoints), list[tuple[float, int, str, CheckpointEntry]]()
+    direction, ranked = find_direction(checkpoints), list[tuple[float, int, str, CheckpointEntry]]()
     for entry in checkpoints:
-        if entry.metric is not None and entry.metric.is_finite and entry.metric.best == wanted:
+        if entry.metric is not None and entry.metric.is_finite and entry.metric.best == direction:
             ranked.append((entry.metric.sort_key, *entry.oldest_first_key, entry))
     return [entry for *_, entry in sorted(ranked, key=lambda item: item[:-1])]
 
@@ -113,13 +113,14 @@ def list_excess(checkpoints: Sequence[CheckpointEntry], latest: Path, keep: int)
 
 
 def prune_checkpoints(folder: Path, latest: Path, keep: int) -> None:
-    """Remove all checkpoints but the `keep` newest, of which `latest` is one, and the best.
+    """Remove all checkpoints but the `keep` newest and the best. `latest` counts as the newest.
 
     Raises OSError.
     """
     for path in list_excess(list_entries(folder), latest, keep):
         trash = Path(tempfile.mkdtemp(prefix=pending.SAVING_PREFIX, dir=folder))
-        # A checkpoint that is half removed must not be taken for a complete one.
+        # The rename hides it in one step: a checkpoint that is half removed must not be taken for a
+        # complete one.
         path.rename(trash / "old")
         shutil.rmtree(trash)
 
@@ -131,7 +132,8 @@ def choose_free_path(folder: Path, step: int) -> Path:
     """
     name = f"step-{step:08d}"
     suffixes = itertools.count(2)
-    while os.path.lexists(folder / name):  # `exists` is False for a link to nowhere
+    # Not `exists`, which is False for a link to nowhere.
+    while os.path.lexists(folder / name):
         name = f"step-{step:08d}.{next(suffixes)}"
     return folder / name
 

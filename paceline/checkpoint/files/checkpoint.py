@@ -1,4 +1,4 @@
-"""Checkpoints on disk: written in full or not at all, and checked by hash when read.
+"""Writes checkpoints to disk in full or not at all, and reads them after a check of all hashes.
 
 If the newest checkpoint is broken, the one before it is used.
 
@@ -111,14 +111,14 @@ def save_checkpoint(
     keep: int = 3,
     metric: Metric | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` under `folder`, and return its path.
+    """Write a checkpoint. Returns its path.
 
     Args:
         folder: Folder of all checkpoints of a run.
         snapshot: State that all workers share.
         step: Steps that the run has taken.
         own: State of each single rank. Default: none.
-        keep: Number of newest checkpoints that stay.
+        keep: Number of newest checkpoints that stay. Default: 3.
         metric: Metric of this checkpoint. Default: none.
     """
     worker_layouts = {rank: lay_out_snapshot(state) for rank, state in (own or {}).items()}
@@ -141,9 +141,9 @@ def write_checkpoint(
     blocks: Callable[[Path], Iterable[WrittenBlocks]] | None = None,
     metric: Metric | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` under `folder`, and return its path.
+    """Write a checkpoint from planned files. Returns its path.
 
-    The checkpoint is there in full or not at all, also after a loss of power. Only one process may
+    The checkpoint is there in full or not at all, even after a loss of power. Only one process may
     write to a folder at a time. All checkpoints but the `keep` newest and the best are removed.
 
     Args:
@@ -153,16 +153,17 @@ def write_checkpoint(
         own: State of each single rank.
         keep: Number of newest checkpoints that stay.
         more: Further states by name. They are made and written one after the other, so only one
-            has to be in memory at a time.
+            of them is in memory at a time. Default: none.
         target: Path of the checkpoint, if it was promised before. Default: an unused name.
         moved: Called with the number of bytes as they are written.
         at: A folder from `pending.reserve_folder`. Default: a new one.
-        blocks: Called with that folder. Returns what all workers wrote there of cut tensors.
+        blocks: Called with that folder. Waits for all workers, and returns the blocks that they
+            wrote there. Default: no tensor is cut.
         metric: Metric of this checkpoint. Default: none.
 
     Raises:
-        CheckpointError: The disk is full or refuses. Older checkpoints are untouched, and nothing
-            half-written stays.
+        CheckpointError: The disk is full or can't be written. Older checkpoints are untouched, and
+            no half-written file stays.
     """
     check_save_options(step, keep)
     layouts = {"": state} | {f"own-{rank:05d}": own[rank] for rank in sorted(own)}
@@ -189,6 +190,7 @@ def write_checkpoint(
         raise _explain_write_error(
             folder, error, step, sum(state.nbytes for state in layouts.values())
         ) from error
+    # Older checkpoints are removed only once the new one is safe on the disk.
     try:
         catalogue.prune_checkpoints(folder, target, keep)
     except OSError as error:
@@ -222,23 +224,23 @@ def load_checkpoint(
     Args:
         folder: Folder of all checkpoints of a run.
         say: Called with a message about checkpoints that are broken or of another format.
-        step: Load a checkpoint of this step. Default: of any.
-        best: Load the best checkpoint in place of the newest.
+        step: Load a checkpoint of this step. Default: of any step.
+        best: Load the best checkpoint in place of the newest. Default: False.
         lazy: Give the shared state tensors without memory (on the device "meta"). A `BlockReader`
-            then reads only the tensors that are needed.
-        own: Load the states of single ranks, too.
+            then reads only the tensors that are needed. Default: False.
+        own: Load the states of single ranks, too. Default: True.
 
     Raises:
         CheckpointError: No checkpoint can be used.
     """
     paths = catalogue.list_newest(folder)
     if step is not None:
-        known_steps = sorted({parse_step(path) for path in paths})
+        saved_steps = sorted({parse_step(path) for path in paths})
         paths = [path for path in paths if parse_step(path) == step]
         if not paths:
             raise CheckpointError(
                 f"no checkpoint of step {step} in {folder}; there are: "
-                f"{', '.join(map(str, known_steps)) or 'none'}"
+                f"{', '.join(map(str, saved_steps)) or 'none'}"
             )
     if not paths:
         raise CheckpointError(
@@ -251,7 +253,7 @@ def load_checkpoint(
                 f"no checkpoint in {folder} is the best: none was saved with a metric that is a "
                 "number. Save with run.save(metric=loss, best='min'), or use the newest one"
             )
-    # A broken checkpoint is passed over for the next one in the order, with a message.
+    # A broken checkpoint is skipped, with a message, and the next one in the order is used.
     reasons: list[str] = []
     for path in paths:
         try:
@@ -260,7 +262,7 @@ def load_checkpoint(
             reasons.append(f"{path.name}: {broken}")
             continue
         if reasons:
-            say(f"{'; '.join(reasons)}. Using {path.name}, which is whole")
+            say(f"{'; '.join(reasons)}. Using {path.name}, which is complete")
         return checkpoint
     raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(reasons)}")
 
@@ -325,7 +327,7 @@ def _write_files(
 
 
 def _explain_write_error(folder: Path, error: OSError, step: int, nbytes: int) -> CheckpointError:
-    """Make the error for a checkpoint that couldn't be written: the reason, and what is left."""
+    """Make the error for a checkpoint that couldn't be written: the reason, and older ones."""
     older_names = [path.name for path in catalogue.list_newest(folder)]
     older_text = (
         f"{', '.join(older_names)} in {folder} {'is' if len(older_names) == 1 else 'are'} untouched"
@@ -347,7 +349,8 @@ def _explain_write_error(folder: Path, error: OSError, step: int, nbytes: int) -
 
 
 def _get_free_bytes(folder: Path) -> float:
-    """Get the free bytes on the folder's disk, or infinity if they can't be found out."""
+    """Get the free bytes on the folder's disk, or infinity if they are unknown."""
+    # The folder itself may not exist yet.
     for place in (folder, *folder.parents):
         with contextlib.suppress(OSError):
             return shutil.disk_usage(place).free
@@ -364,6 +367,7 @@ def _read_verified(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
     # All hashes are checked before any content is parsed.
     for file, written in files.items():
         _verify_file(path / file, written)
+    # Places of cut tensors; a lazy load needs those of all tensors.
     cut_index = _read_block_index(path, files) if INDEX_FILE in files else {}
     index = {**_read_uncut_index(path), **cut_index} if lazy else cut_index
     try:
@@ -379,6 +383,7 @@ def _read_verified(path: Path, *, lazy: bool, own: bool) -> Checkpoint:
     snapshots = (
         {rank: _read_snapshot(path, name) for rank, name in state_names.items()} if own else {}
     )
+    # All other states are read on demand, by `Checkpoint.read_state`.
     states = (
         file.removesuffix(".json")
         for file in files
@@ -435,9 +440,10 @@ def _read_snapshot(
 ) -> Snapshot:
     """Read one state from its two files.
 
-    `given` has tensors that are stored elsewhere. With `lazy` it has all tensors.
+    `other_tensors` has tensors that are stored elsewhere. With `lazy` it has all tensors.
     """
     tree, tensors = get_state_files(name)
+    # The file that is read at the moment, for an error.
     current_file = tree
     try:
         content = json.loads((path / tree).read_bytes())

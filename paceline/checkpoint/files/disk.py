@@ -1,4 +1,4 @@
-"""Files that are written once, from beginning to end, hashed on the way, and synced at the end.
+"""Writes files from beginning to end, hashes them on the way, and syncs them at the end.
 
 Bytes on whole pages of memory go to the disk without a copy (O_DIRECT, if the file system allows
 it). So they don't push the data that training reads out of the page cache.
@@ -56,8 +56,8 @@ def write_file(
     sha256_digest, nbytes = hashlib.sha256(), 0
     with _FileWriter(path) as sink:
         for part in parts:
-            # O_DIRECT needs whole pages both in memory and in the file. The rest of a piece goes
-            # through the page cache.
+            # O_DIRECT needs whole pages both in memory and in the file. The end of a piece that
+            # isn't a whole page goes through the page cache.
             part_bytes, is_aligned = (
                 part.numpy().data,
                 part.data_ptr() % PAGE_SIZE == 0 and nbytes % PAGE_SIZE == 0,

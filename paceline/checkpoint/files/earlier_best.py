@@ -1,4 +1,4 @@
-"""Takes the best checkpoint of an earlier run along, into the folder of the run that resumed it.
+"""Copies the best checkpoint of an earlier run into the folder of the run that resumed it.
 
     runs/circle/checkpoints/step-00000300      the best so far, 0.21
     runs/circle-2/checkpoints/step-00000300    hard links to the same files, or copies if the file
@@ -26,18 +26,27 @@ _LINK_UNSUPPORTED = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errn
 
 
 def inherit_best(folder: Path, earlier: Path) -> Path | None:
-    """Copy the best checkpoint of `earlier` to `folder`, if it is better than those in `folder`.
+    """Copy the best checkpoint of `earlier` to `folder`, if `folder` has no better one.
 
-    Returns its new path. None if it isn't better, or if it was saved with the other `best`. Raises
-    `CheckpointError` if files can't be linked or copied. Nothing half-copied stays.
+    Args:
+        folder: Checkpoints of the run that resumed.
+        earlier: Checkpoints of the run that was resumed.
+
+    Returns:
+        Its new path. None if it isn't better, or if it was saved with the other `best`.
+
+    Raises:
+        CheckpointError: Files can't be linked or copied. No half-copied checkpoint stays.
     """
     ranked = catalogue.list_best(earlier)
     if not ranked:
         return None
     current, inherited = catalogue.list_entries(folder), ranked[0]
-    wanted = catalogue.find_direction(current)
-    if inherited.metric is None or (wanted is not None and inherited.metric.best != wanted):
-        return None  # it was measured in the other direction
+    direction = catalogue.find_direction(current)
+    # Metrics of the other direction can't be compared.
+    if inherited.metric is None or (direction is not None and inherited.metric.best != direction):
+        return None
+    # A checkpoint that is as good stays. It may be the same one, from an earlier resume.
     current_ranked = catalogue.rank_by_metric(current)
     if (
         current_ranked
@@ -64,6 +73,7 @@ def _copy_checkpoint(path: Path, place: Path) -> None:
 
     Raises `BrokenCheckpoint` or `OSError`.
     """
+    # Files never change once they are written, so hard links are safe. Only the manifest is new.
     fields = manifest.read_manifest(path)
     _, _, files = manifest.parse_contents(path, fields)
     for file in files:

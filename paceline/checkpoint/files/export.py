@@ -78,7 +78,7 @@ def export_model(
     force: bool = False,
     say: AnnounceMessage,
 ) -> Checkpoint:
-    """Write a model from a checkpoint to one file of safetensors, and return the checkpoint.
+    """Write a model from a checkpoint to one file of safetensors. Returns the checkpoint.
 
     Tied weights are written under each of their names.
 
@@ -88,7 +88,7 @@ def export_model(
         part: Which object to write if there are several. See `state_dict`.
         best: Whether to read the best checkpoint. Default: False, the newest one.
         force: Whether to replace `out` if it exists. It is replaced once the new file is complete.
-        say: Called with a message about checkpoints that are passed over.
+        say: Called with a message about checkpoints that are skipped.
 
     Raises:
         CheckpointError: No checkpoint can be used, or `out` can't be written.
@@ -125,6 +125,7 @@ def export_model(
                 "save the result of paceline.state_dict"
             )
 
+        # Each tensor is read, written and dropped before the next one.
         def parts() -> Iterator[Tensor]:
             yield to_byte_tensor(write_header(shapes, notes={"format": "pt"}))
             for name in shapes:
@@ -141,8 +142,8 @@ def load_lazily(folder: Path, say: AnnounceMessage, *, best: bool = False) -> Ch
 
     Args:
         folder: Folder of a run, its checkpoints, or one checkpoint.
-        say: Called with a message about checkpoints that are passed over.
-        best: Whether to take the best checkpoint, not the newest.
+        say: Called with a message about checkpoints that are skipped.
+        best: Whether to take the best checkpoint, not the newest. Default: False.
 
     Raises:
         CheckpointError: No checkpoint can be used.
@@ -150,7 +151,7 @@ def load_lazily(folder: Path, say: AnnounceMessage, *, best: bool = False) -> Ch
     """
     if not folder.is_dir():
         raise CheckpointError(
-            f"there is no folder {folder}; give that of a run, such as runs/NAME, "
+            f"there is no folder {folder}; give the folder of a run, such as runs/NAME, "
             "or of one of its checkpoints"
         )
     if (folder / MANIFEST_FILE).exists():
@@ -160,6 +161,7 @@ def load_lazily(folder: Path, say: AnnounceMessage, *, best: bool = False) -> Ch
                 "to get the best, or leave out best"
             )
         return checkpoint.read_checkpoint(folder, lazy=True, own=False)
+    # The folder of a run has a folder of checkpoints; otherwise it is one itself.
     inner = folder / "checkpoints"
     return checkpoint.load_checkpoint(
         inner if inner.is_dir() else folder, say=say, best=best, lazy=True, own=False
@@ -178,7 +180,7 @@ def get_model_tree(loaded: Checkpoint, requested: str | None) -> Json:
     if requested is None and len(models) != 1:
         count = f"{len(models)} models" if models else "no model"
         raise UsageError(
-            f"{loaded.path.name} has {count}: say which part is meant; {format_choices('', tree)}"
+            f"{loaded.path.name} has {count}: give the name of a part; {format_choices('', tree)}"
         )
     name = models[0] if requested is None else requested
     if name not in tree:

@@ -1,4 +1,4 @@
-"""The layout of a snapshot as two files. It is planned first, so bytes are copied once at most.
+"""Plans the two files of a snapshot before they are written, so bytes are copied at most once.
 
 NAME.json          {"version": ..., "tree": ..., "tensors": ...}
                    "tensors" has notes on tensors that safetensors can't store directly
@@ -25,7 +25,7 @@ from paceline.errors import CheckpointError
 from paceline.state.snapshot import Json, Snapshot, convert_dtypes, view_cpu_bytes
 
 _LENGTH_FIELD: Final = struct.Struct("<Q")
-_ALIGNMENT: Final = 8  # The header is padded to a multiple of this number of bytes.
+_ALIGNMENT: Final = 8  # bytes; the header is padded to a multiple of it
 SAFETENSORS_DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -44,7 +44,7 @@ SAFETENSORS_DTYPES: Final = {
 class FileLayout:
     """The two files of one state, before they are written.
 
-    `tree` is the content of the first file. The second one has `head`, then the bytes of `tensors`.
+    `tree` is the content of the first file. The second has `header`, then the bytes of `tensors`.
     """
 
     tree: dict[str, Json]
@@ -67,9 +67,11 @@ class FileLayout:
             yield view_cpu_bytes(tensor)
 
     def copy_into(self, room: CopyMemory, number: int) -> FileLayout:
-        """Copy all bytes into the block `number` of `room`, and return the layout of the copy.
+        """Copy all bytes into a block of memory. Returns the layout of the copy.
 
-        The former content of the block is overwritten.
+        Args:
+            room: Memory for copies.
+            number: Block of it, whose content is overwritten.
         """
         block_bytes = room.get_block(number, self.nbytes)
         end = len(self.header)
@@ -87,6 +89,7 @@ class FileLayout:
 
     def pack_bytes(self) -> Tensor:
         """Pack both files into one tensor of bytes, to be sent to another worker."""
+        # | length of the tree | tree | bytes of the second file |
         tree = json.dumps(self.tree).encode()
         packed = torch.empty(_LENGTH_FIELD.size + len(tree) + self.nbytes, dtype=torch.uint8)
         end = 0
@@ -123,7 +126,7 @@ def unpack_layout(packed: Tensor) -> FileLayout:
 
 
 def write_header(tensors: Mapping[str, Tensor], *, notes: Mapping[str, str] | None = None) -> bytes:
-    """Write the beginning of a safetensors file. The bytes of `tensors` have to follow, in order.
+    """Write the header of a safetensors file. The bytes of `tensors` have to follow, in order.
 
     Only dtypes and shapes are used, so tensors may be on the device "meta". `notes` becomes the
     metadata of the file.
@@ -179,7 +182,8 @@ def _allocate_mapped(nbytes: int) -> Tensor:
             f"{nbytes / 1e6:.1f} MB for a copy of the state can't be allocated "
             f"({error.strerror}): save without background=True"
         ) from error
+    # Not all systems have both kinds of advice.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with contextlib.suppress(OSError, AttributeError):  # not every system knows them
+        with contextlib.suppress(OSError, AttributeError):
             memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8)

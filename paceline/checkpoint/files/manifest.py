@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint. It is sealed with its own hash, and each field is checked.
+"""Reads and writes the manifest of a checkpoint: it has its own hash, and each field is checked.
 
 {"format": 1, "step": 40, "serial": 3, "own": [0, 1], "metric": {"best": "min", "value": 0.21},
 "files": {...}, "seal": "9f86d0..."}
@@ -30,7 +30,7 @@ BEST_CHOICES: Final = get_args(Best)
 
 
 class BrokenCheckpoint(Exception):
-    """One checkpoint can't be used. Another one perhaps can."""
+    """A checkpoint can't be used. Another one may be complete."""
 
 
 class NewerCheckpoint(BrokenCheckpoint):
@@ -42,7 +42,7 @@ class NewerCheckpoint(BrokenCheckpoint):
     def __init__(self, version: int, serial: Any) -> None:
         super().__init__(
             f"it is of a newer paceline (format {version}; this one reads up to {NEWEST_FORMAT}): "
-            "install that version to use it"
+            "install a newer version to use it"
         )
         self.serial = serial if type(serial) is int else None
 
@@ -104,7 +104,7 @@ def get_state_files(state: str) -> tuple[str, str]:
 
 
 def seal_manifest(manifest: Mapping[str, Any]) -> bytes:
-    """Write a manifest with its seal. Any other bytes for the same fields count as damaged."""
+    """Write a manifest with its seal. Other bytes for the same fields count as damaged."""
     body = json.dumps(manifest, sort_keys=True)
     seal = hashlib.sha256(body.encode()).hexdigest()
     return f'{body[:-1]}, "seal": "{seal}"}}\n'.encode()
@@ -117,7 +117,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest: Any = json.loads(data)
         version = manifest.get("format") if isinstance(manifest, dict) else None
         if type(version) is int and version > NEWEST_FORMAT:
-            # This comes before the seal is checked: newer versions may seal in another way.
+            # Checked before the seal, as newer versions may seal in another way.
             raise NewerCheckpoint(version, manifest.get("serial"))
         if (
             not isinstance(manifest, dict)
@@ -158,6 +158,7 @@ def parse_contents(
         )
     if type(step) is not int or step != parse_step(path):
         raise BrokenCheckpoint(f"it was saved as step {step!r}, and its folder has been renamed")
+    # A damaged or hostile manifest must not lead to files outside of the checkpoint.
     if bad_name := next((file for file in files if not _FILE_NAME.fullmatch(file)), None):
         raise BrokenCheckpoint(
             f"{MANIFEST_FILE} names {bad_name!r}, which is not a valid file name"

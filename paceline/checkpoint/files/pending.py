@@ -1,4 +1,4 @@
-"""Checkpoints that are being written: a temporary folder, until all workers have written.
+"""Keeps a checkpoint in a temporary folder until all workers have written their parts.
 
     .saving-x1y2/new/    blocks-00000.safetensors     worker 0 has written its part
                          blocks-00002.safetensors     worker 2 is writing
@@ -48,7 +48,7 @@ def reserve_folder(folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
-    # The folder of mkdtemp is for its owner alone. The inner one has the usual permissions, and
+    # Only the owner can read the folder of mkdtemp. The inner one has the usual permissions, and
     # becomes the checkpoint.
     inner_folder = Path(tempfile.mkdtemp(prefix=SAVING_PREFIX, dir=folder)) / "new"
     inner_folder.mkdir()
@@ -65,7 +65,8 @@ def remove_afterwards(place: Path) -> Iterator[Path]:
     try:
         yield place
     finally:
-        with contextlib.suppress(OSError):  # it was renamed to the name of the checkpoint
+        # After a success the folder has the name of the checkpoint, and this rename fails.
+        with contextlib.suppress(OSError):
             place.rename(place.with_name("removed"))
         shutil.rmtree(place.parent, ignore_errors=True)
 
@@ -118,23 +119,29 @@ def write_part(
         )
     except OSError as error:
         raise CheckpointError(
-            f"worker {number} can't write the note that it has written its part: {error}"
+            f"worker {number} has written its part, but can't write the note about it: {error}"
         ) from error
 
 
 def collect_parts(place: Path, numbers: Sequence[int], seconds: float) -> list[WrittenBlocks]:
-    """Wait until the workers with these ranks have written their parts.
+    """Wait until workers have written their parts.
 
-    Raises `CheckpointError` for the first worker that fails, or that has no note after `seconds`.
+    Args:
+        place: Temporary folder of the checkpoint.
+        numbers: Ranks of the workers.
+        seconds: Most seconds to wait.
+
+    Raises:
+        CheckpointError: A worker has failed, or has written no note in time.
     """
     deadline = time.monotonic() + seconds
     contents = []
-    for number in numbers:
-        note_path = _note_path(place, number)
+    for rank in numbers:
+        note_path = _note_path(place, rank)
         while not note_path.exists():
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"worker {number} has not written its part of the checkpoint within "
+                    f"worker {rank} has not written its part of the checkpoint within "
                     f"{seconds:g} s; check whether that worker hangs, or raise "
                     "start(deadline=seconds) if the disk is slow"
                 )
@@ -143,19 +150,19 @@ def collect_parts(place: Path, numbers: Sequence[int], seconds: float) -> list[W
     return contents
 
 
-def _write_note(place: Path, number: int, what: dict[str, Any]) -> None:
+def _write_note(place: Path, rank: int, fields: dict[str, Any]) -> None:
     # The first worker polls for the note. The rename makes sure that it never reads half of one.
-    note_path = _note_path(place, number)
+    note_path = _note_path(place, rank)
     half_path = note_path.with_suffix(".half")
-    disk.write_file(half_path, [to_byte_tensor(json.dumps(what).encode())])
+    disk.write_file(half_path, [to_byte_tensor(json.dumps(fields).encode())])
     half_path.replace(note_path)
 
 
-def _read_note(sign: Path) -> WrittenBlocks:
+def _read_note(path: Path) -> WrittenBlocks:
     """Read the note of a worker, and remove it, as it is no part of the checkpoint."""
     try:
-        note = json.loads(disk.read_file(sign, _MAX_NOTE_BYTES))
-        sign.unlink()
+        note = json.loads(disk.read_file(path, _MAX_NOTE_BYTES))
+        path.unlink()
         if "error" in note:
             raise CheckpointError(note["error"])
         return WrittenBlocks(
@@ -163,8 +170,8 @@ def _read_note(sign: Path) -> WrittenBlocks:
             index_from_json(note["index"], partial=True),
         )
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"the note {sign.name} can't be read: {error}") from error
+        raise CheckpointError(f"the note {path.name} can't be read: {error}") from error
 
 
-def _note_path(place: Path, number: int) -> Path:
-    return place / f"blocks-{number:05d}.done"
+def _note_path(place: Path, rank: int) -> Path:
+    return place / f"blocks-{rank:05d}.done"

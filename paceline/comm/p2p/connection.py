@@ -4,7 +4,7 @@
                                     <--   nonce b, MAC(receiver, ranks, a, b)
                 MAC(sender, ranks, a, b)                               -->
                                     <--   one byte: the sender is let in
-                length | header | tensor | tensor | length | header ...
+                messages, as in native/mesh.h
 
 Both sides prove that they know a key. It is derived from the job's secret and a random token that
 the receiver has put into the store, signed. The nonces are fresh on both sides, so a recorded
@@ -20,18 +20,11 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from paceline.cluster import secret as secrets
-from paceline.comm.p2p.memory_pool import SMALLEST, MemoryPool, view_tensor
-from paceline.comm.p2p.pair_message import LONGEST, PairMessage, unpack_header
-from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import DeadlineExceeded, PacelineError, SecretError, WorkerLost
-from paceline.state.snapshot import view_cpu_bytes
 
 MAGIC = b"pacepair"
 HELLO = struct.Struct("<8sI16s")  # MAGIC, rank of the sender, nonce
@@ -39,8 +32,6 @@ NONCE = 16  # bytes
 PROOF = 4.0  # seconds that a connection may take to prove itself
 SILENCE = 15  # seconds after which a host that doesn't answer counts as lost
 WELCOME = b"."  # sent by the receiver when it lets the sender in
-LENGTH = struct.Struct("<I")  # bytes of the header that follows
-MOST = 64  # pieces of memory in one call of sendmsg
 RETRY, LONGEST_RETRY = 0.02, 0.5  # seconds between the first, and later, tries to connect
 STRANGERS = 64  # connections that may be open at a time without a proof
 ROOM = 0.1  # seconds to wait for one of them to end by itself
@@ -236,102 +227,6 @@ def _read_exactly(connection: socket.socket, nbytes: int, end: float) -> bytes:
             raise ConnectionResetError("the other side has hung up")
         received += part
     return received
-
-
-def _fill_buffer(connection: socket.socket, into: memoryview) -> int:
-    """Read until `into` is full or the connection ends. Returns the number of bytes read."""
-    at = 0
-    while at < into.nbytes and (count := connection.recv_into(into[at:], 0, socket.MSG_WAITALL)):
-        at += count
-    return at
-
-
-def read_message(connection: socket.socket, pool: MemoryPool) -> tuple[int, PairMessage] | None:
-    """Read the next message and its lane, into memory of `pool`. None at the end.
-
-    Raises `OSError`, and `MalformedMessage`.
-    """
-    length = bytearray(LENGTH.size)
-    bytes_read = _fill_buffer(connection, memoryview(length))
-    if not bytes_read:
-        return None
-    [nbytes] = LENGTH.unpack(length)
-    # Check the length before memory is allocated for it.
-    if bytes_read < LENGTH.size or nbytes > LONGEST:
-        raise MalformedMessage("the bytes received are no message")
-    text = bytearray(nbytes)
-    _read_whole(connection, memoryview(text))
-    header = unpack_header(bytes(text))
-    layout = header.layout
-    tensors = [
-        _read_tensor(connection, pool, size, *form)
-        for size, form in zip(layout.lengths, layout.forms, strict=True)
-    ]
-    return header.lane, PairMessage(header.head, tuple(tensors))
-
-
-def _read_tensor(
-    connection: socket.socket,
-    pool: MemoryPool,
-    nbytes: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-) -> Tensor:
-    buffer = pool.take_buffer(nbytes)
-    _read_whole(connection, memoryview(buffer).cast("B")[:nbytes])
-    return view_tensor(buffer, 0, nbytes, dtype, shape, alone=nbytes < SMALLEST)
-
-
-def _read_whole(connection: socket.socket, into: memoryview) -> None:
-    if _fill_buffer(connection, into) < into.nbytes:
-        raise ConnectionResetError("it broke off in the middle of a message")
-
-
-def message_frames(header: bytes, tensors: Sequence[Tensor]) -> list[memoryview]:
-    """List the memory of a message in the order in which it is sent.
-
-    Tensors are not copied if their bytes can be sent from where they are.
-    """
-    return [
-        memoryview(LENGTH.pack(len(header)) + header),
-        *(view_cpu_bytes(x).numpy().data for x in tensors if x.numel()),
-    ]
-
-
-def send_some(connection: socket.socket, parts: list[memoryview]) -> list[memoryview]:
-    """Send as much as the network takes at once, and return the rest.
-
-    An error is left to the thread that writes the rest.
-    """
-    try:
-        return _unsent_parts(parts, connection.sendmsg(parts[:MOST], (), socket.MSG_DONTWAIT))
-    except OSError:
-        return parts
-
-
-def send_all(connection: socket.socket, parts: list[memoryview]) -> None:
-    """Send everything. Raises `OSError`."""
-    while parts:
-        parts = _unsent_parts(parts, connection.sendmsg(parts[:MOST]))
-
-
-def _unsent_parts(parts: list[memoryview], sent: int) -> list[memoryview]:
-    """Return the parts that are left after `sent` bytes of them."""
-    for index, part in enumerate(parts):
-        if sent < part.nbytes:
-            return [part[sent:], *parts[index + 1 :]]
-        sent -= part.nbytes
-    return []
-
-
-def has_hung_up(connection: socket.socket) -> bool:
-    """Whether the other side has closed the connection. Never blocks."""
-    try:
-        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
 
 
 def cut_connection(connection: socket.socket) -> None:

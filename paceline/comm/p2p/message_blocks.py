@@ -19,17 +19,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from paceline.comm.p2p.memory_pool import block_size, lend_buffer, view_tensor
+from paceline.comm.p2p.lent_memory import (
+    COPIED,
+    LINE,
+    block_size,
+    lay_out_tensors,
+    lend_buffer,
+    view_tensor,
+)
 from paceline.comm.p2p.pair_message import PairMessage, unpack_header
 from paceline.comm.p2p.ring import RingEntry
 from paceline.comm.shm.shared_segment import SharedSegment
 from paceline.comm.shm.window_messages import is_plain
 
-LINE = 64  # bytes: everything in a block begins at a multiple of it
 SLAB = 1 << 20  # bytes of a segment of small blocks
-# Bytes of a message up to which its tensors are copied out: a small tensor may be kept for long,
-# and would keep its block.
-COPIED = 1 << 14
 TRIES = 8  # used blocks that are looked at before another one is made
 
 
@@ -57,7 +60,9 @@ class BlockPool:
 
     def write_message(self, header: bytes, tensors: Sequence[Tensor]) -> RingEntry:
         """Copy a message into a block, and return the entry that leads to it."""
-        places, total = _lay_out_block(len(header), [x.numel() * x.element_size() for x in tensors])
+        places, total = lay_out_tensors(
+            LINE + len(header), [x.numel() * x.element_size() for x in tensors]
+        )
         block = self._take_block(total)
         ctypes.memmove(block.segment.start + block.offset + LINE, header, len(header))
         for x, at in zip(tensors, places, strict=True):
@@ -116,16 +121,6 @@ class BlockPool:
             segment.seal()
 
 
-def _lay_out_block(header: int, lengths: Sequence[int]) -> tuple[list[int], int]:
-    """Lay out a block: the byte at which each tensor begins, and the bytes of everything."""
-    places, at = [], LINE + header
-    for length in lengths:
-        at = -(-at // LINE) * LINE
-        places.append(at)
-        at += length
-    return places, at
-
-
 def _copy_tensor(segment: SharedSegment, at: int, x: Tensor) -> None:
     nbytes = x.numel() * x.element_size()
     if x.device.type == "cpu" and is_plain(x):
@@ -152,7 +147,7 @@ class MessageReader:
         start = segment.start + entry.offset
         header = unpack_header(ctypes.string_at(start + LINE, entry.header))
         layout = header.layout
-        places, total = _lay_out_block(entry.header, layout.lengths)
+        places, total = lay_out_tensors(LINE + entry.header, layout.lengths)
         memory = lend_buffer(
             start, block_size(total), _release_block, segment, cells, entry.offset // 8, entry.use
         )

@@ -1,20 +1,20 @@
 """Messages between workers of several hosts over TCP: one connection for each directed pair.
 
-    sender                                    receiver
-    send() --> queue --> a thread writes  --> a thread reads, and puts messages into the inbox
+    sender                    receiver
+    send() --> mesh --> socket --> mesh --> a receive takes all messages that came to the inbox
 
-Connections are made when they are first needed. Messages are read whether a receive waits for them
-or not, so a sender is never held up. `connection` has the bytes that travel.
+A thread of C moves the bytes: see `mesh`. Connections are made when they are first needed. Messages
+are read whether a receive waits for them or not, so a sender is never held up.
 """
 
 from __future__ import annotations
 
 import copy
-import queue
 import secrets as random
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
@@ -29,15 +29,11 @@ from paceline.comm.p2p.connection import (
     admit_sender,
     call_worker,
     cut_connection,
-    has_hung_up,
-    message_frames,
-    read_message,
-    send_all,
-    send_some,
 )
-from paceline.comm.p2p.memory_pool import MemoryPool
-from paceline.comm.p2p.pair_inbox import SLICE, PairInbox, ReceiveWork
-from paceline.errors import DeadlineExceeded, PacelineError, ViewChanged, WorkerLost
+from paceline.comm.p2p.mesh import Mesh
+from paceline.comm.p2p.network_message import OutgoingMessage, make_message, read_message
+from paceline.comm.p2p.pair_inbox import SLICE, TICK, PairInbox, ReceiveWork
+from paceline.errors import DeadlineExceeded, PacelineError, ResourceError, ViewChanged, WorkerLost
 
 INLINE = 1 << 18  # bytes of a message up to which its sender tries to write it itself
 RETRY = 0.02  # seconds until the next caller is let in if no file descriptors are left
@@ -47,51 +43,58 @@ GRACE = 1.0  # seconds for the connection of a worker that has left to come to i
 class _Outgoing:
     """A message on its way to another host (a `Work`)."""
 
-    def __init__(self, parts: list[memoryview], way: str, deadline: float) -> None:
-        self.parts, self._way, self._deadline = parts, way, deadline
-        self._ended = threading.Event()
-        self._error: PacelineError | None = None
+    def __init__(self, way: NetworkWay, message: OutgoingMessage, what: str) -> None:
+        self._way, self._what = way, what
+        self.message: OutgoingMessage | None = message  # None once nothing reads it any more
+        self.number = 0  # of the message on its link; 0 while there is no link
+        self.error: PacelineError | None = None
 
     def end(self, error: PacelineError | None) -> None:
-        self.parts, self._error = [], error
-        self._ended.set()
+        self.error, self.message = error, None
 
     def wait(self, timeout: float | None = None) -> None:
-        seconds = self._deadline if timeout is None else timeout
-        if not self._ended.wait(seconds):
-            raise DeadlineExceeded(
-                f"{self._way} could not be sent within {seconds:g} s: the network or that host "
-                "takes no data"
-            )
-        if self._error is not None:
-            raise copy.copy(self._error)
+        seconds = self._way.deadline if timeout is None else timeout
+        end = time.monotonic() + seconds
+        while not self.done():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"{self._what} to {self._way.who} could not be sent within {seconds:g} s: "
+                    "the network or that host takes no data"
+                )
+            self._way.wait_until_sent(self, min(left, TICK))
+        if self.error is not None:
+            raise copy.copy(self.error)
 
     def done(self) -> bool:
-        return self._ended.is_set()
+        if self.message is not None:
+            self._way.settle_messages()
+        return self.message is None
 
     def exception(self) -> BaseException | None:
-        return self._error
+        return self.error if self.done() else None
 
 
 class NetworkWay:
     """The link to a worker on another host, in both directions.
 
-    `_lock` guards the order of messages: the caller writes a message itself only if the thread has
-    none to write (`_waiting` is 0). `_error` ends sending, `_ended` ends receiving.
+    `_lock` guards everything but `_looking`, which lets one thread take messages at a time.
+    `_unsent` has the messages that may still be read by the mesh, the oldest first; those without
+    a number wait for the connection. `_error` ends sending, `_ended` ends receiving.
     """
 
     def __init__(
         self, end: PairNetwork, peer: int, listening: ListeningAddress, *, name: int, host: str
     ) -> None:
-        self.name, self.host = name, host
+        self.name, self.host, self.who = name, host, f"rank {name} on {host}"
+        self.deadline = end.deadline
         self._end, self._peer, self._listening = end, peer, listening
-        self._pool = MemoryPool()
-        self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
-        self._waiting = 0  # messages that the thread has not written yet
-        self._writer: threading.Thread | None = None
-        self._out: socket.socket | None = None  # to the other
-        self._in: socket.socket | None = None  # from the other
+        self._lock, self._looking = threading.Lock(), threading.Lock()
+        self._unsent: deque[_Outgoing] = deque()
+        self._caller: threading.Thread | None = None
+        self._connected = threading.Event()  # set when `_out` or `_error` is
+        self._out: int | None = None  # link to the other
+        self._in: int | None = None  # link from the other
         self._error: PacelineError | None = None  # why nothing can be sent any more
         self._ended: PacelineError | None = None  # why nothing comes any more
         self._hung_up = 0.0  # time.monotonic() at which the other was first seen to have hung up
@@ -99,79 +102,86 @@ class NetworkWay:
     # ---- sending
 
     def send(self, header: bytes, tensors: Sequence[Tensor], what: str) -> Work[None]:
-        """Send a message: at once if it is small and the first, else from a thread."""
-        parts = message_frames(header, tensors)
+        """Send a message: at once if it is small and the first, else in the background."""
+        work = _Outgoing(self, make_message(header, tensors), what)
+        self.settle_messages()
         with self._lock:
             if self._error is not None:
                 return FinishedWork(error=copy.copy(self._error))
-            if (
-                self._out is not None
-                and not self._waiting
-                and sum(part.nbytes for part in parts) <= INLINE
-            ):
-                parts = send_some(self._out, parts)
-                if not parts:
-                    return FinishedWork()
-            work = _Outgoing(
-                parts, f"{what} to rank {self.name} on {self.host}", self._end.deadline
-            )
-            self._waiting += 1
-            self._queue.put(work)
+            self._unsent.append(work)
+            if self._out is not None:
+                self._post(work)
         self.open_connection()
         return work
 
+    def _post(self, work: _Outgoing) -> None:
+        """Hand a message to the mesh. Called with the lock."""
+        assert self._out is not None and work.message is not None
+        work.number = self._end.mesh.send(self._out, work.message.pieces, INLINE)
+
+    def settle_messages(self) -> None:
+        """Let go of the memory of messages that have been sent, or never will be."""
+        with self._lock:
+            if not self._unsent:
+                return
+            if self._out is not None and self._error is None:
+                # The end first: what was sent before it counts.
+                end = self._end.mesh.find_end(self._out)
+                sent = self._end.mesh.count_sent(self._out)
+                while self._unsent and 0 < self._unsent[0].number <= sent:
+                    self._unsent.popleft().end(None)
+                if end:
+                    self._error = self._make_lost_error(end)
+            while self._unsent and self._error is not None:
+                self._unsent.popleft().end(self._error)
+
+    def wait_until_sent(self, work: _Outgoing, seconds: float) -> None:
+        """Wait until a message has been sent, or the time is over."""
+        if self._out is None:
+            self._connected.wait(seconds)
+        else:
+            self._end.mesh.wait_until_sent(self._out, work.number, seconds)
+
     def open_connection(self) -> None:
         """Begin to connect to the other worker, unless that has begun."""
+        if self._caller is not None:
+            return
         with self._lock:
-            if self._writer is None and not self._end.closed:
-                self._writer = threading.Thread(
-                    target=self._write_messages, name=f"paceline to rank {self.name}", daemon=True
+            if self._caller is None and not self._end.closed:
+                self._caller = threading.Thread(
+                    target=self._connect, name=f"paceline to rank {self.name}", daemon=True
                 )
-                self._writer.start()
+                self._caller.start()
 
-    def _write_messages(self) -> None:
+    def _connect(self) -> None:
+        error: PacelineError | None = None
         try:
-            connection = self._call_peer()
+            link = self._end.mesh.add_link(self._call_peer())
             with self._lock:
-                self._out = connection
-        except PacelineError as error:
-            self._fail_sending(error)
-        while (work := self._queue.get()) is not None:
-            try:
-                if self._error is None and self._out is not None:
-                    send_all(self._out, work.parts)
-            except OSError as error:
-                self._fail_sending(
-                    self._make_lost_error(
-                        f"the connection to it has ended ({error.strerror or error})"
-                    )
-                )
-            work.end(self._error)
-            with self._lock:
-                self._waiting -= 1
-        if self._out is not None:
-            self._out.close()
+                self._out = link
+                for work in self._unsent:
+                    self._post(work)
+        except PacelineError as caught:
+            error = caught
+        with self._lock:
+            self._error = self._error or error
+        self._connected.set()
+        self._end.mesh.wake()
 
     def _call_peer(self) -> socket.socket:
         end, ranks = self._end, (self._end.rank, self._peer)
-        who, key = f"rank {self.name} on {self.host}", end.derive_key(self._listening.token)
         return call_worker(
             self._listening,
-            key,
+            end.derive_key(self._listening.token),
             ranks,
-            who=who,
+            who=self.who,
             name=self.name,
             deadline=end.deadline,
             check=end.raise_if_closed,
         )
 
-    def _fail_sending(self, error: PacelineError) -> None:
-        with self._lock:
-            self._error = error
-        self._end.inbox.wake_waiters()
-
     def _make_lost_error(self, why: str) -> WorkerLost:
-        return WorkerLost(f"rank {self.name} on {self.host} is gone: {why}", (self.name,))
+        return WorkerLost(f"{self.who} is gone: {why}", (self.name,))
 
     # ---- receiving
 
@@ -180,34 +190,31 @@ class NetworkWay:
         with self._lock:
             if self._in is not None:
                 return False
-            self._in = connection
+            self._in = self._end.mesh.add_link(connection)
+        self._end.mesh.wake()
         return True
 
-    def read_messages(self) -> None:
-        """Put all messages that come into the inbox, until the connection ends."""
-        assert self._in is not None
-        why = "it has closed its end"
-        try:
-            with self._in:
-                while (lane_and_message := read_message(self._in, self._pool)) is not None:
-                    self._end.inbox.put_message(self._peer, *lane_and_message)
-        except (OSError, PacelineError, RuntimeError, MemoryError) as error:
-            why = f"its connection has broken ({getattr(error, 'strerror', None) or error})"
-        with self._lock:
-            self._ended = self._make_lost_error(why)
-        self._end.inbox.wake_waiters()
-
-    def look_for_messages(self, *, last: bool = False) -> None: ...
+    def look_for_messages(self, *, last: bool = False) -> None:
+        if self._in is None or self._ended is not None:
+            return
+        # Another thread that looks has found what it takes when it lets go of the lock.
+        with self._looking:
+            try:
+                while (arrived := self._end.mesh.take_message(self._in)) is not None:
+                    self._end.inbox.put_message(self._peer, *read_message(arrived))
+            except (PacelineError, RuntimeError, MemoryError) as error:
+                self._ended = self._make_lost_error(f"its connection has broken ({error})")
 
     def rest_until(self, work: ReceiveWork, seconds: float) -> None:
-        self._end.rest_until(work, seconds)
+        self._end.rest_until(self, work, seconds)
 
     def find_loss(self) -> PacelineError | None:
-        if self._ended is not None or self._in is not None:
-            return self._ended
+        if self._in is not None:
+            end = self._end.mesh.find_end(self._in)
+            return self._ended or (self._make_lost_error(end) if end else None)
         # The other has not connected yet. A connection from here shows whether it lives.
         self.open_connection()
-        if self._error is not None or self._out is None or not has_hung_up(self._out):
+        if self._error is not None or self._out is None or not self._end.mesh.find_end(self._out):
             return self._error
         # It has hung up, but its own connection, with its last messages, may be waiting for us to
         # accept it. Give that a moment.
@@ -220,17 +227,15 @@ class NetworkWay:
 
     # ---- the end
 
-    def flush(self) -> None:
-        """Let the thread end once it has written everything."""
-        self._queue.put(None)
-
-    def close(self, end: float) -> None:
-        """Wait for the thread until `end` (time.monotonic()), then end both connections."""
-        if self._writer is not None:
-            self._writer.join(max(0.0, end - time.monotonic()))
-        for connection in (self._out, self._in):
-            if connection is not None:
-                cut_connection(connection)
+    def flush(self, end: float) -> None:
+        """Wait until everything is sent, or until `end` (time.monotonic())."""
+        while (left := end - time.monotonic()) > 0:
+            self.settle_messages()
+            with self._lock:
+                last = self._unsent[-1] if self._unsent else None
+            if last is None:
+                break
+            self.wait_until_sent(last, min(left, TICK))
 
 
 class PairNetwork:
@@ -257,6 +262,7 @@ class PairNetwork:
     ) -> None:
         self.rank, self.inbox, self.deadline, self._busy = rank, inbox, deadline, busy
         self.closed = False
+        self.mesh = Mesh()
         self.ways: dict[int, NetworkWay] = {}
         self._store = store
         self._listener = network.open_listener(address)
@@ -287,13 +293,16 @@ class PairNetwork:
         """Derive the key of connections to the worker that has drawn `token`."""
         return self._store.derive_store_key(f"pairs {token}")
 
-    def rest_until(self, work: ReceiveWork, seconds: float) -> None:
+    def rest_until(self, way: NetworkWay, work: ReceiveWork, seconds: float) -> None:
         """Sleep until `work` may have its message, or `seconds` pass."""
-        if self._busy is None:
-            self.inbox.wait_for_change(work, seconds)
-            return
-        self._busy()
-        self.inbox.wait_for_change(work, min(seconds, SLICE))
+        if self._busy is not None:
+            self._busy()
+            seconds = min(seconds, SLICE)
+        # Read the count before looking, so that no message in between is missed.
+        seen = self.mesh.changes
+        way.look_for_messages()
+        if not work.has_come:
+            self.mesh.wait_for_change(seen, seconds)
 
     def _accept_callers(self) -> None:
         with self._listener:
@@ -321,16 +330,16 @@ class PairNetwork:
         except OSError:
             source = None
         self._strangers.leave(connection)
-        if source is None or not self.ways[source].accept_connection(connection):
-            connection.close()
-            return
-        self.ways[source].read_messages()
+        try:
+            if source is None or not self.ways[source].accept_connection(connection):
+                connection.close()
+        except ResourceError:
+            self.mesh.wake()  # this end is closing
 
     def close(self, end: float) -> None:
         """Leave once everything is written, or at `end` (time.monotonic())."""
         for way in self.ways.values():
-            way.flush()
+            way.flush(end)
         self.closed = True
-        for way in self.ways.values():
-            way.close(end)
+        self.mesh.close()
         cut_connection(self._listener)

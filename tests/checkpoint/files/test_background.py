@@ -47,7 +47,7 @@ def test_a_failure_is_said_at_once_and_kept() -> None:
     failure = writing.explain_failure()
     assert str(failure) == "step 3 was not saved: no"
     assert said == [
-        "step 3 was not saved: no. The next save raises this, at the latest the end of the run"
+        "step 3 was not saved: no. The next save raises this error, or else the end of the run"
     ]
 
 
@@ -64,7 +64,7 @@ def test_one_that_hangs_says_how_far_it_is() -> None:
     assert begun.wait(30) and not writing.wait_until_ended(0.01)
     failure = writing.explain_failure()
     go.set()
-    assert "step 3 has not come to the disk in time: 2.5 of 10.0 MB are written" in str(failure)
+    assert "step 3 was not on the disk in time: 2.5 of 10.0 MB are written" in str(failure)
     assert "start(deadline=seconds)" in str(failure)
     assert writing.wait_until_ended(30) and writing.explain_failure() is None
 

@@ -104,7 +104,7 @@ def test_a_best_that_is_damaged_gives_way_to_the_next(tmp_path: Path) -> None:
     assert (
         len(said) == 1
         and said[0].startswith("step-00000002: tensors.safetensors has 0 bytes")
-        and said[0].endswith("Using step-00000003, which is whole")
+        and said[0].endswith("Using step-00000003, which is complete")
     )
 
 

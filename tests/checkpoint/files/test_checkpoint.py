@@ -205,7 +205,7 @@ def test_a_damaged_one_is_named_and_the_one_before_is_used(
     assert (found.step, value(found)) == (1, 1)
     assert len(said) == 1
     assert said[0].startswith(f"step-00000002: {file} ")
-    assert said[0].endswith("Using step-00000001, which is whole")
+    assert said[0].endswith("Using step-00000001, which is complete")
     with pytest.raises(CheckpointError, match=f"can be used: step-00000002: {file} "):
         load_checkpoint(tmp_path, say=silent, step=2)
 
@@ -281,12 +281,12 @@ def test_a_newer_format_is_said_and_never_removed(
         save_checkpoint(tmp_path, state(2), 2)
     newer = (
         r"step-00000002: it is of a newer paceline \(format 3; this one reads up to 2\): "
-        r"install that version to use it"
+        r"install a newer version to use it"
     )
     said: list[str] = []
     assert value(load_checkpoint(tmp_path, say=said.append)) == 1
     assert len(said) == 1 and re.fullmatch(
-        rf"{newer}\. Using step-00000001, which is whole", said[0]
+        rf"{newer}\. Using step-00000001, which is complete", said[0]
     )
     with pytest.raises(CheckpointError, match=rf"can be used: {newer}"):
         load_checkpoint(tmp_path, say=silent, step=2)
@@ -341,7 +341,7 @@ def test_what_another_version_wrote_is_named_and_the_one_before_is_used(
     assert value(load_checkpoint(tmp_path, say=said.append)) == 1
     assert len(said) == 1 and "\n" not in said[0]
     assert said[0].startswith("step-00000002: ") and said[0].endswith(
-        "Using step-00000001, which is whole"
+        "Using step-00000001, which is complete"
     )
     with pytest.raises(CheckpointError, match="can be used: step-00000002: "):
         load_checkpoint(tmp_path, say=silent, step=2)

@@ -152,7 +152,7 @@ def test_which_part(tmp_path: Path) -> None:
     save(tmp_path / "two", nn.Linear(1, 1), model1=two.state_dict(), ema={"weight": torch.ones(2)})
     with pytest.raises(
         UsageError,
-        match=r"has 2 models: say which part is meant; possible: ema, model, model1, optimizer",
+        match=r"has 2 models: give the name of a part; possible: ema, model, model1, optimizer",
     ):
         pl.state_dict(tmp_path / "two")
     assert same(pl.state_dict(tmp_path / "two", "model1"), two.state_dict())
@@ -162,7 +162,9 @@ def test_which_part(tmp_path: Path) -> None:
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"there is no folder .*/absent; give that of a run"):
+    with pytest.raises(
+        CheckpointError, match=r"there is no folder .*/absent; give the folder of a run"
+    ):
         pl.state_dict(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"no checkpoint in"):
         pl.state_dict(tmp_path)

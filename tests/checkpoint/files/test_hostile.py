@@ -95,7 +95,7 @@ def passed_over(folder: Path, *words: str) -> None:
     assert found.step == 1 and float(found.snapshot.unpack_state()["rows"][0, 0]) == 1
     assert len(said) == 1 and "\n" not in said[0] and len(said[0]) < 600
     assert said[0].startswith("step-00000002: ") and said[0].endswith(
-        "Using step-00000001, which is whole"
+        "Using step-00000001, which is complete"
     )
     assert all(word in said[0] for word in words), said[0]
     with pytest.raises(CheckpointError, match="can be used: step-00000002"):

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from paceline.cluster.secret import MAC_BYTES
 from paceline.comm.p2p import connection
@@ -19,18 +16,10 @@ from paceline.comm.p2p.connection import (
     ListeningAddress,
     admit_sender,
     call_worker,
-    has_hung_up,
-    message_frames,
     prove_as_sender,
-    read_message,
-    send_all,
-    send_some,
 )
-from paceline.comm.p2p.memory_pool import MemoryPool
-from paceline.comm.p2p.pair_message import pack_header
-from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import SecretError
-from tests.harness.jobs import PATIENCE, wait_for
+from tests.harness.jobs import PATIENCE
 
 KEY = b"k" * 32
 
@@ -176,65 +165,3 @@ def test_noise_is_not_let_in(said: bytes, monkeypatch: pytest.MonkeyPatch) -> No
     here.sendall(said)
     with contextlib.suppress(OSError):  # it says too little, for too long
         assert admit_sender(there, KEY, 5, {3}) is None
-
-
-def test_messages_come_as_they_were_sent_however_they_are_cut() -> None:
-    here, there = pair()
-    dice = random.Random(3)
-    messages = []
-    for number in range(30):
-        shapes = [
-            dice.choice((0, 1, 30_000, 100_000)) for _ in range(100 if number == 9 else number % 5)
-        ]
-        tensors = [
-            torch.full((length,), number).to(dice.choice((torch.bool, torch.float64)))
-            for length in shapes
-        ]
-        messages.append((number, {"n": number}, tensors))
-
-    def send() -> None:
-        for lane, head, tensors in messages:
-            send_all(
-                here, send_some(here, message_frames(pack_header(lane, head, tensors), tensors))
-            )
-        here.close()
-
-    def receive() -> list[Any]:
-        return [read_message(there, MemoryPool()) for _ in range(31)]
-
-    error, found = both(send, receive)
-    assert error is None and found.pop() is None
-    for (lane, head, tensors), (came, message) in zip(messages, found, strict=True):
-        assert (came, message.head, len(message.tensors)) == (lane, head, len(tensors))
-        assert all(
-            torch.equal(x, y) and x.dtype == y.dtype
-            for x, y in zip(message.tensors, tensors, strict=True)
-        )
-
-
-@pytest.mark.parametrize("cut", [2, 10, 60, 500])
-def test_a_message_that_breaks_off_is_an_error(cut: int) -> None:
-    here, there = pair()
-    x = torch.ones(1000)
-    here.sendall(
-        b"".join(bytes(part) for part in message_frames(pack_header(0, {"a": "b" * 40}, [x]), [x]))[
-            :cut
-        ]
-    )
-    here.close()
-    with pytest.raises((ConnectionResetError, MalformedMessage)):
-        read_message(there, MemoryPool())
-
-
-def test_a_header_that_is_too_long_is_not_read() -> None:
-    here, there = pair()
-    here.sendall(struct.pack("<I", 1 << 31) + b"{}")
-    with pytest.raises(MalformedMessage):
-        read_message(there, MemoryPool())
-
-
-def test_who_has_hung_up_is_seen() -> None:
-    here, there = pair()
-    assert not has_hung_up(here)
-    there.close()
-    wait_for(lambda: has_hung_up(here))

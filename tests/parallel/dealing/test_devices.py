@@ -196,7 +196,7 @@ def test_layers_are_measured_where_they_will_be() -> None:
         (
             [layers(LAYERS, devices=CPUS), pl.shard("blocks.*")],
             "shard=2",
-            r"leaves each worker all of the model, and goes with no other cut",
+            r"leaves each worker the whole model, and can't be combined",
         ),
         (layers(LAYERS, devices=CPUS), "shard=2", r"shard"),
     ],

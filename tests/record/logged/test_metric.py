@@ -202,7 +202,7 @@ def test_a_wrapper_keeps_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (MeanMetric, "that run.prepare doesn't know"),
+        (MeanMetric, "that was not given to run.prepare"),
         (lambda: MetricTracker(MeanMetric(), maximize=True), r"log the metric that it holds now"),
     ],
 )

@@ -423,7 +423,7 @@ class TestMisuse:
         def body(run: Run) -> None:
             run.prepare(torch.amp.GradScaler("cpu"))
 
-        with pytest.raises(UsageError, match="a GradScaler skips steps"):
+        with pytest.raises(UsageError, match="a GradScaler skips a step"):
             workers(2, body, strategy=ParameterServer())
 
     def test_settings_that_differ(self) -> None:

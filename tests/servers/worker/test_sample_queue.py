@@ -284,11 +284,11 @@ REFUSED: dict[str, tuple[Callable[[Run], Any], str]] = {
     ),
     "BatchNorm": (
         lambda run: run.prepare(nn.BatchNorm1d(2)),
-        "BatchNorm layers, whose statistics are those of all",
+        "BatchNorm layers, which combine the statistics of all",
     ),
     "no share": (
         lambda run: next(iter(table(run, shares=[1, 0])[2])),
-        "a worker that takes 0 samples never trains",
+        "a worker with a share of 0 never trains",
     ),
     "whole batches": (
         lambda run: next(

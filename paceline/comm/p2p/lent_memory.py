@@ -1,23 +1,20 @@
-"""Memory for incoming messages, used again once no tensor lies in it any more.
-
-Fresh memory costs as much as receiving into it: the kernel clears each page at its first use.
-"""
+"""Memory of incoming messages, which goes back to its owner once no tensor lies in it any more."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.shared_segment import empty_on_cpu
-
 SMALLEST, SMALL = 1 << 12, 1 << 16  # bytes of the two sizes of small blocks
-KEPT = 1 << 28  # bytes of free memory that a pool keeps
+LINE = 64  # bytes: everything in a message begins at a multiple of it
+# Bytes of a message up to which its tensors are copied out: a small tensor may be kept for long,
+# and would keep the memory of the message.
+COPIED = 1 << 14
 
 
 def block_size(nbytes: int) -> int:
@@ -70,28 +67,19 @@ def view_tensor(
     return view.clone() if alone else view
 
 
-class MemoryPool:
-    """Blocks of this process's own memory. For any thread.
+def lay_out_tensors(start: int, lengths: Sequence[int]) -> tuple[list[int], int]:
+    """Lay out the tensors of a message, each on a cache line, after `start` bytes of other things.
 
-    There is no lock: a finalizer may give memory back at any moment, even while the same thread
-    holds the lock. List operations are atomic; `_free_bytes` is only about right.
+    Args:
+        start: Bytes in front of the first tensor.
+        lengths: Bytes of each tensor.
+
+    Returns:
+        The byte at which each tensor begins, and the bytes of everything.
     """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._free_bytes = 0  # bytes of free memory, about
-
-    def take_buffer(self, nbytes: int) -> Any:
-        """Return a buffer of at least `nbytes` bytes."""
-        size = block_size(nbytes)
-        try:
-            block = self._free[size].pop()
-            self._free_bytes -= size
-        except IndexError:
-            block = empty_on_cpu((size,), torch.uint8)
-        return lend_buffer(block.data_ptr(), size, self._give_back, block)
-
-    def _give_back(self, block: Tensor) -> None:
-        if self._free_bytes + block.numel() <= KEPT:
-            self._free_bytes += block.numel()
-            self._free[block.numel()].append(block)
+    places, at = [], start
+    for length in lengths:
+        at = -(-at // LINE) * LINE
+        places.append(at)
+        at += length
+    return places, at

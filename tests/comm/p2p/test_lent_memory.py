@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import ctypes
 import gc
 
 import pytest
 import torch
 
-from paceline.comm.p2p import memory_pool
-from paceline.comm.p2p.memory_pool import (
+from paceline.comm.p2p.lent_memory import (
     SMALL,
     SMALLEST,
-    MemoryPool,
     block_size,
+    lay_out_tensors,
     lend_buffer,
     view_tensor,
 )
@@ -54,14 +52,6 @@ def test_a_buffer_is_given_back_when_its_last_tensor_goes() -> None:
     assert given == [values] and copied.item() == 1 and empty.shape == (0, 3)
 
 
-def test_memory_is_used_again_and_not_hoarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_pool, "KEPT", 2 * SMALL)
-    pool = MemoryPool()
-    held = [pool.take_buffer(SMALL) for _ in range(4)]
-    places = {ctypes.addressof(buffer) for buffer in held}
-    assert len(places) == 4
-    del held[1:]
-    assert sum(len(blocks) for blocks in pool._free.values()) == 2
-    again = [pool.take_buffer(SMALL - 9) for _ in range(2)]
-    assert {ctypes.addressof(buffer) for buffer in again} < places - {ctypes.addressof(held[0])}
-    assert len(again[0]) == SMALL and len(pool.take_buffer(0)) == SMALLEST
+def test_tensors_begin_on_cache_lines() -> None:
+    assert lay_out_tensors(5, []) == ([], 5)
+    assert lay_out_tensors(64, [1, 0, 130, 3]) == ([64, 128, 128, 320], 323)

@@ -1,0 +1,577 @@
+/* A thread that moves messages between sockets and memory. See mesh.h.
+
+   Callers write small messages to the socket themselves, if nothing waits in front of them. All
+   else is done by the thread, which sleeps in epoll_wait.
+
+   Locks: `link->lock` guards the messages of a link; `mesh->lock` guards the list of links and the
+   pool of free memory. No lock is held while a caller waits. `link->lock` is taken first.
+
+   Memory order: everything that threads share is guarded by a lock, but for `changes`, on which
+   waiters sleep. It is raised (seq_cst) after a message, or a state, is there; a waiter reads it
+   before it looks, so a change in between makes its futex wait return at once. */
+
+#define _GNU_SOURCE
+#include "mesh.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include "futex.h"
+#include "segment.h" /* PL_REACHED, PL_TIMEOUT */
+
+enum {
+  MAGIC = 0x50434c31,      /* the first word of every frame */
+  HEAD = 12,               /* bytes before a message */
+  ALIGNMENT = 64,          /* of a message in memory */
+  LOOKAHEAD = 16 << 10,    /* bytes that are read at once while no long message is under way */
+  SMALLEST = 4 << 10,      /* bytes of the smallest block */
+  PIECES = 64,             /* pieces of one call of sendmsg */
+  TURN = 8 << 20,          /* bytes that one link may move before the others have their turn */
+  CLASSES = 4 * 40,        /* sizes of blocks: four from each power of two to the next */
+};
+static const int64_t KEPT = (int64_t)256 << 20; /* bytes of free memory that a mesh keeps */
+
+/* Memory of a message. The message begins ALIGNMENT bytes after it. */
+typedef struct block {
+  pl_mesh *mesh;
+  struct block *next;
+  int64_t room;   /* bytes after this header */
+  int64_t nbytes; /* of the message */
+  int size_class;
+} block;
+
+typedef struct outgoing {
+  struct outgoing *next;
+  int64_t count, first; /* pieces, and the first one that isn't sent yet */
+  char head[HEAD];
+  pl_piece pieces[];
+} outgoing;
+
+typedef struct pl_link {
+  pthread_mutex_t lock;
+  int descriptor;
+  int state;
+  int64_t largest;          /* bytes of the largest message that may come */
+  /* sending */
+  outgoing *first, *last;   /* messages that are not sent yet */
+  int64_t posted, sent;     /* messages */
+  int wants_to_write;       /* whether epoll tells when there is room */
+  _Atomic uint32_t progress; /* raised when messages have been sent, for those who wait for that */
+  /* receiving; `part` to `ahead` belong to the thread alone */
+  block *arrived, *newest;  /* complete messages, the oldest first */
+  block *part;              /* the message under way; NULL while its head is awaited */
+  int64_t received;         /* bytes of it */
+  int64_t ahead_begin, ahead_end; /* bytes in `ahead` that are not used yet */
+  char ahead[LOOKAHEAD];
+} pl_link;
+
+struct pl_mesh {
+  pthread_mutex_t lock;
+  pthread_t thread;
+  int poller, bell; /* epoll, and the eventfd that wakes the thread */
+  _Atomic int closing;
+  _Atomic uint32_t changes;
+  _Atomic int waiters;
+  pl_link **links;
+  int64_t n_links;
+  block *free[CLASSES];
+  int64_t free_bytes;
+  int64_t lent; /* blocks that callers hold, and one for the open mesh */
+};
+
+/* ---- memory */
+
+/* The class of a size, and the room of its blocks: SMALLEST, or 5/4, 6/4, 7/4 or 8/4 of a power of
+   two. So at most a quarter of a block is unused. */
+static int find_class(int64_t nbytes, int64_t *room) {
+  *room = SMALLEST;
+  int size_class = 0;
+  for (int64_t power = SMALLEST; *room < nbytes; size_class++) {
+    if (size_class && size_class % 4 == 0) power *= 2;
+    *room = power + power / 4 * (size_class % 4 + 1);
+  }
+  return size_class;
+}
+
+static block *take_block(pl_mesh *mesh, int64_t nbytes) {
+  int64_t room;
+  int size_class = find_class(nbytes, &room);
+  pthread_mutex_lock(&mesh->lock);
+  block *found = mesh->free[size_class];
+  if (found) {
+    mesh->free[size_class] = found->next;
+    mesh->free_bytes -= found->room;
+  }
+  mesh->lent++;
+  pthread_mutex_unlock(&mesh->lock);
+  if (!found) {
+    void *memory = NULL;
+    if (posix_memalign(&memory, ALIGNMENT, (size_t)(ALIGNMENT + room))) memory = NULL;
+    found = memory;
+    if (!found) {
+      pthread_mutex_lock(&mesh->lock);
+      mesh->lent--;
+      pthread_mutex_unlock(&mesh->lock);
+      return NULL;
+    }
+    found->mesh = mesh;
+    found->room = room;
+    found->size_class = size_class;
+  }
+  found->next = NULL;
+  found->nbytes = nbytes;
+  return found;
+}
+
+static void free_mesh(pl_mesh *mesh) {
+  for (int i = 0; i < CLASSES; i++) {
+    for (block *each = mesh->free[i], *next; each; each = next) {
+      next = each->next;
+      free(each);
+    }
+  }
+  for (int64_t i = 0; i < mesh->n_links; i++) {
+    pthread_mutex_destroy(&mesh->links[i]->lock);
+    free(mesh->links[i]);
+  }
+  free(mesh->links);
+  pthread_mutex_destroy(&mesh->lock);
+  free(mesh);
+}
+
+static void release_block(block *used) {
+  pl_mesh *mesh = used->mesh;
+  pthread_mutex_lock(&mesh->lock);
+  int keep = mesh->free_bytes + used->room <= KEPT && !atomic_load(&mesh->closing);
+  if (keep) {
+    used->next = mesh->free[used->size_class];
+    mesh->free[used->size_class] = used;
+    mesh->free_bytes += used->room;
+  }
+  int64_t lent = --mesh->lent;
+  pthread_mutex_unlock(&mesh->lock);
+  if (!keep) free(used);
+  if (!lent) free_mesh(mesh);
+}
+
+/* ---- waking */
+
+static void announce(pl_mesh *mesh) {
+  atomic_fetch_add(&mesh->changes, 1);
+  if (atomic_load(&mesh->waiters)) pl_futex_wake((void *)&mesh->changes);
+}
+
+/* Forget the messages that are not sent. Called with the lock of the link. */
+static void drop_outgoing(pl_link *each) {
+  for (outgoing *message = each->first, *next; message; message = next) {
+    next = message->next;
+    free(message);
+  }
+  each->first = each->last = NULL;
+}
+
+/* End a link. From then on nothing of a message that waits to be sent is read any more. */
+static void end_link(pl_mesh *mesh, pl_link *each, int state) {
+  pthread_mutex_lock(&each->lock);
+  if (each->state == PL_LINK_OPEN) each->state = state;
+  drop_outgoing(each);
+  pthread_mutex_unlock(&each->lock);
+  epoll_ctl(mesh->poller, EPOLL_CTL_DEL, each->descriptor, NULL);
+  atomic_fetch_add(&each->progress, 1);
+  pl_futex_wake((void *)&each->progress);
+  announce(mesh);
+}
+
+/* ---- sending */
+
+/* Tell epoll what to tell about a link. Called with its lock. */
+static void watch(pl_mesh *mesh, pl_link *each, int64_t number, int wants_to_write) {
+  if (each->wants_to_write == wants_to_write) return;
+  each->wants_to_write = wants_to_write;
+  struct epoll_event event = {.events = EPOLLIN | (wants_to_write ? EPOLLOUT : 0),
+                              .data.u64 = (uint64_t)number};
+  epoll_ctl(mesh->poller, EPOLL_CTL_MOD, each->descriptor, &event);
+}
+
+/* Write what the network takes, at most `most` bytes. Returns 0, or errno. Called with the lock. */
+static int write_some(pl_link *each, int64_t most) {
+  while (each->first && most > 0) {
+    outgoing *message = each->first;
+    struct iovec vectors[PIECES];
+    int count = 0;
+    int64_t total = 0;
+    for (int64_t i = message->first; i < message->count && count < PIECES && total < most; i++) {
+      vectors[count].iov_base = (void *)message->pieces[i].address;
+      vectors[count++].iov_len = (size_t)message->pieces[i].nbytes;
+      total += message->pieces[i].nbytes;
+    }
+    struct msghdr header = {.msg_iov = vectors, .msg_iovlen = (size_t)count};
+    ssize_t sent = sendmsg(each->descriptor, &header, MSG_DONTWAIT | MSG_NOSIGNAL);
+    if (sent < 0) {
+      if (errno == EINTR) continue;
+      return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : errno;
+    }
+    most -= sent;
+    while (message->first < message->count && sent >= message->pieces[message->first].nbytes)
+      sent -= message->pieces[message->first++].nbytes;
+    if (message->first < message->count) {
+      message->pieces[message->first].address += sent;
+      message->pieces[message->first].nbytes -= sent;
+    } else {
+      each->first = message->next;
+      if (!each->first) each->last = NULL;
+      free(message);
+      each->sent++;
+    }
+  }
+  return 0;
+}
+
+static pl_link *get_link(pl_mesh *mesh, int64_t number) {
+  pthread_mutex_lock(&mesh->lock);
+  pl_link *each = mesh->links[number];
+  pthread_mutex_unlock(&mesh->lock);
+  return each;
+}
+
+/* Send a message. Its pieces must stay as they are until it is sent.
+
+   If nothing waits in front of it and it has at most `at_once` bytes, the caller writes what the
+   network takes. Returns the number of the message on its link, from 1 on; -1 if the link has
+   ended, or there is no memory. */
+int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, const pl_piece *pieces, int64_t count,
+                     int64_t at_once) {
+  pl_link *each = get_link(mesh, number);
+  outgoing *message = malloc(sizeof *message + (size_t)(count + 1) * sizeof(pl_piece));
+  if (!message) return -1;
+  int64_t nbytes = 0;
+  for (int64_t i = 0; i < count; i++) nbytes += pieces[i].nbytes;
+  uint32_t magic = MAGIC;
+  memcpy(message->head, &magic, sizeof magic);
+  memcpy(message->head + sizeof magic, &nbytes, sizeof nbytes);
+  message->next = NULL;
+  message->first = 0;
+  message->count = count + 1;
+  message->pieces[0] = (pl_piece){message->head, HEAD};
+  memcpy(message->pieces + 1, pieces, (size_t)count * sizeof *pieces);
+  pthread_mutex_lock(&each->lock);
+  if (each->state != PL_LINK_OPEN) {
+    pthread_mutex_unlock(&each->lock);
+    free(message);
+    return -1;
+  }
+  int is_first = each->first == NULL;
+  if (is_first) each->first = message;
+  else each->last->next = message;
+  each->last = message;
+  int64_t posted = ++each->posted;
+  /* An error is left to the thread, which sees it, too. */
+  if (is_first && nbytes <= at_once) write_some(each, at_once + HEAD);
+  if (each->first) watch(mesh, each, number, 1);
+  pthread_mutex_unlock(&each->lock);
+  return posted;
+}
+
+/* Count the messages of a link that have been handed to the network. */
+int64_t pl_mesh_sent(pl_mesh *mesh, int64_t number) {
+  pl_link *each = get_link(mesh, number);
+  pthread_mutex_lock(&each->lock);
+  int64_t sent = each->sent;
+  pthread_mutex_unlock(&each->lock);
+  return sent;
+}
+
+/* Wait until a message is handed to the network. Returns PL_REACHED, PL_TIMEOUT, or
+   PL_INTERRUPTED if the link has ended before that. */
+int pl_mesh_wait_sent(pl_mesh *mesh, int64_t number, int64_t message, int64_t nanoseconds) {
+  pl_link *each = get_link(mesh, number);
+  int64_t begun = pl_now();
+  for (;;) {
+    uint32_t seen = atomic_load(&each->progress);
+    pthread_mutex_lock(&each->lock);
+    int has_been_sent = each->sent >= message, has_ended = each->state != PL_LINK_OPEN;
+    pthread_mutex_unlock(&each->lock);
+    if (has_been_sent) return PL_REACHED;
+    if (has_ended) return PL_INTERRUPTED;
+    int64_t left = begun + nanoseconds - pl_now();
+    if (left <= 0) return PL_TIMEOUT;
+    pl_futex_wait((void *)&each->progress, seen, left);
+  }
+}
+
+static void write_link(pl_mesh *mesh, pl_link *each, int64_t number) {
+  pthread_mutex_lock(&each->lock);
+  int64_t before = each->sent;
+  int error = write_some(each, TURN);
+  int has_sent = each->sent > before;
+  watch(mesh, each, number, each->first != NULL);
+  pthread_mutex_unlock(&each->lock);
+  if (has_sent) {
+    atomic_fetch_add(&each->progress, 1);
+    pl_futex_wake((void *)&each->progress);
+  }
+  if (error) end_link(mesh, each, error);
+}
+
+/* ---- receiving */
+
+/* Store the message under way, which is complete. */
+static void finish_message(pl_link *each) {
+  pthread_mutex_lock(&each->lock);
+  if (each->newest) each->newest->next = each->part;
+  else each->arrived = each->part;
+  each->newest = each->part;
+  pthread_mutex_unlock(&each->lock);
+  each->part = NULL;
+}
+
+/* Take messages out of the bytes that were read ahead. Returns 0, or the state of a link that
+   can't go on. Bounds: a head is checked before memory is allocated for its message. */
+static int parse_ahead(pl_mesh *mesh, pl_link *each, int *arrivals) {
+  for (;;) {
+    int64_t there = each->ahead_end - each->ahead_begin;
+    if (!each->part) {
+      if (there < HEAD) return 0;
+      uint32_t magic;
+      int64_t nbytes;
+      memcpy(&magic, each->ahead + each->ahead_begin, sizeof magic);
+      memcpy(&nbytes, each->ahead + each->ahead_begin + sizeof magic, sizeof nbytes);
+      if (magic != MAGIC || nbytes < 0 || nbytes > each->largest) return PL_LINK_MALFORMED;
+      each->part = take_block(mesh, nbytes);
+      if (!each->part) return ENOMEM;
+      each->received = 0;
+      each->ahead_begin += HEAD;
+      there -= HEAD;
+    }
+    int64_t left = each->part->nbytes - each->received;
+    int64_t part = there < left ? there : left;
+    memcpy((char *)each->part + ALIGNMENT + each->received, each->ahead + each->ahead_begin,
+           (size_t)part);
+    each->received += part;
+    each->ahead_begin += part;
+    if (each->received < each->part->nbytes) return 0;
+    finish_message(each);
+    ++*arrivals;
+  }
+}
+
+static void read_link(pl_mesh *mesh, pl_link *each) {
+  int arrivals = 0, state = PL_LINK_OPEN;
+  for (int64_t moved = 0; moved < TURN && state == PL_LINK_OPEN;) {
+    int64_t left = each->part ? each->part->nbytes - each->received : 0;
+    char *into;
+    size_t room;
+    if (left >= LOOKAHEAD) { /* a long message goes right to its place */
+      into = (char *)each->part + ALIGNMENT + each->received;
+      room = (size_t)left;
+    } else { /* what is left in `ahead` is less than a head */
+      int64_t there = each->ahead_end - each->ahead_begin;
+      memmove(each->ahead, each->ahead + each->ahead_begin, (size_t)there);
+      each->ahead_begin = 0;
+      each->ahead_end = there;
+      into = each->ahead + there;
+      room = (size_t)(LOOKAHEAD - there);
+    }
+    ssize_t count = recv(each->descriptor, into, room, MSG_DONTWAIT);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) {
+      if (errno != EAGAIN && errno != EWOULDBLOCK) state = errno;
+      break;
+    }
+    if (count == 0) {
+      /* The end between two messages is in good order; within one it isn't. */
+      state = each->part || each->ahead_end > each->ahead_begin ? ECONNRESET : PL_LINK_ENDED;
+      break;
+    }
+    moved += count;
+    if (left >= LOOKAHEAD) {
+      each->received += count;
+      if (each->received == each->part->nbytes) {
+        finish_message(each);
+        arrivals++;
+      }
+    } else {
+      each->ahead_end += count;
+      state = parse_ahead(mesh, each, &arrivals);
+    }
+    if ((size_t)count < room) break; /* the socket is empty */
+  }
+  if (state != PL_LINK_OPEN) end_link(mesh, each, state);
+  else if (arrivals) announce(mesh);
+}
+
+/* Take the oldest message of a link. Returns its address, or NULL if none is there. It belongs to
+   the caller until `pl_mesh_give_back`. */
+void *pl_mesh_take(pl_mesh *mesh, int64_t number, int64_t *nbytes) {
+  pl_link *each = get_link(mesh, number);
+  pthread_mutex_lock(&each->lock);
+  block *oldest = each->arrived;
+  if (oldest) {
+    each->arrived = oldest->next;
+    if (!each->arrived) each->newest = NULL;
+  }
+  pthread_mutex_unlock(&each->lock);
+  if (!oldest) return NULL;
+  *nbytes = oldest->nbytes;
+  return (char *)oldest + ALIGNMENT;
+}
+
+/* Give the memory of a message back. It may be called after the mesh was closed. */
+void pl_mesh_give_back(void *message) { release_block((block *)((char *)message - ALIGNMENT)); }
+
+/* ---- waiting for messages */
+
+/* Read the number of changes so far: messages that came, and links that ended. */
+uint32_t pl_mesh_changes(pl_mesh *mesh) { return atomic_load(&mesh->changes); }
+
+/* Make waits for a change return. */
+void pl_mesh_wake(pl_mesh *mesh) {
+  atomic_fetch_add(&mesh->changes, 1);
+  pl_futex_wake((void *)&mesh->changes);
+}
+
+/* Wait until the number of changes is another one than `seen`. */
+int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
+  int64_t begun = pl_now();
+  int result = PL_TIMEOUT;
+  atomic_fetch_add(&mesh->waiters, 1);
+  for (;;) {
+    if (atomic_load(&mesh->changes) != seen) {
+      result = PL_REACHED;
+      break;
+    }
+    int64_t left = begun + nanoseconds - pl_now();
+    if (left <= 0) break;
+    pl_futex_wait((void *)&mesh->changes, seen, left);
+  }
+  atomic_fetch_sub(&mesh->waiters, 1);
+  return result;
+}
+
+/* ---- the thread */
+
+static const uint64_t BELL = UINT64_MAX;
+
+static void *run(void *argument) {
+  pl_mesh *mesh = argument;
+  struct epoll_event events[64];
+  while (!atomic_load(&mesh->closing)) {
+    int count = epoll_wait(mesh->poller, events, 64, -1);
+    for (int i = 0; i < count; i++) {
+      if (events[i].data.u64 == BELL) continue; /* the mesh is closing */
+      int64_t number = (int64_t)events[i].data.u64;
+      pl_link *each = get_link(mesh, number);
+      if (events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read_link(mesh, each);
+      if (events[i].events & EPOLLOUT) write_link(mesh, each, number);
+    }
+  }
+  return NULL;
+}
+
+/* Make a mesh without links, and its thread. NULL if the system has no room, with errno. */
+pl_mesh *pl_mesh_open(void) {
+  pl_mesh *mesh = calloc(1, sizeof *mesh);
+  if (!mesh) return NULL;
+  mesh->lent = 1;
+  pthread_mutex_init(&mesh->lock, NULL);
+  mesh->poller = epoll_create1(EPOLL_CLOEXEC);
+  mesh->bell = eventfd(0, EFD_CLOEXEC);
+  struct epoll_event event = {.events = EPOLLIN, .data.u64 = BELL};
+  /* Signals are for the threads of Python. */
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_BLOCK, &all, &before);
+  int failed = mesh->poller < 0 || mesh->bell < 0 ||
+               epoll_ctl(mesh->poller, EPOLL_CTL_ADD, mesh->bell, &event) ||
+               pthread_create(&mesh->thread, NULL, run, mesh);
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  if (!failed) return mesh;
+  if (mesh->poller >= 0) close(mesh->poller);
+  if (mesh->bell >= 0) close(mesh->bell);
+  free_mesh(mesh);
+  return NULL;
+}
+
+/* Add a link over a connected socket, which belongs to the mesh from then on. Messages of more
+   than `largest` bytes end it. Returns its number, or -1 if there is no room. */
+int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest) {
+  pl_link *each = calloc(1, sizeof *each);
+  if (!each) return -1;
+  pthread_mutex_init(&each->lock, NULL);
+  each->descriptor = descriptor;
+  each->largest = largest;
+  pthread_mutex_lock(&mesh->lock);
+  int64_t number = mesh->n_links;
+  int failed = atomic_load(&mesh->closing);
+  pl_link **links = realloc(mesh->links, (size_t)(number + 1) * sizeof *links);
+  struct epoll_event event = {.events = EPOLLIN, .data.u64 = (uint64_t)number};
+  if (links) {
+    mesh->links = links;
+    mesh->links[number] = each;
+  }
+  failed = failed || !links || epoll_ctl(mesh->poller, EPOLL_CTL_ADD, descriptor, &event);
+  if (!failed) mesh->n_links++;
+  pthread_mutex_unlock(&mesh->lock);
+  if (!failed) return number;
+  pthread_mutex_destroy(&each->lock);
+  free(each);
+  return -1;
+}
+
+/* Read the state of a link: open, ended in good order, malformed, or errno. */
+int pl_mesh_state(pl_mesh *mesh, int64_t number) {
+  pl_link *each = get_link(mesh, number);
+  pthread_mutex_lock(&each->lock);
+  int state = each->state;
+  pthread_mutex_unlock(&each->lock);
+  return state;
+}
+
+/* End the thread, and close all sockets. Waits return, and links have ended from then on. Messages
+   that were taken stay valid. The memory of the mesh stays until `pl_mesh_free`. */
+void pl_mesh_close(pl_mesh *mesh) {
+  pthread_mutex_lock(&mesh->lock);
+  int has_closed = atomic_exchange(&mesh->closing, 1);
+  int64_t n_links = mesh->n_links; /* none is added any more */
+  pthread_mutex_unlock(&mesh->lock);
+  if (has_closed) return;
+  uint64_t one = 1;
+  while (write(mesh->bell, &one, sizeof one) < 0 && errno == EINTR) continue;
+  pthread_join(mesh->thread, NULL);
+  for (int64_t i = 0; i < n_links; i++) {
+    pl_link *each = mesh->links[i];
+    end_link(mesh, each, PL_LINK_ENDED);
+    pthread_mutex_lock(&each->lock);
+    close(each->descriptor);
+    block *arrived = each->arrived;
+    each->arrived = each->newest = NULL;
+    pthread_mutex_unlock(&each->lock);
+    for (block *message = arrived, *next; message; message = next) {
+      next = message->next;
+      release_block(message);
+    }
+    if (each->part) release_block(each->part);
+    each->part = NULL;
+  }
+  close(mesh->poller);
+  close(mesh->bell);
+}
+
+/* Close the mesh, and free its memory once all messages have been given back. No other call may use
+   it meanwhile, or afterwards. */
+void pl_mesh_free(pl_mesh *mesh) {
+  pl_mesh_close(mesh);
+  pthread_mutex_lock(&mesh->lock);
+  int64_t lent = --mesh->lent;
+  pthread_mutex_unlock(&mesh->lock);
+  if (!lent) free_mesh(mesh);
+}

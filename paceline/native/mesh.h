@@ -1,0 +1,41 @@
+/* Framed messages between processes, over connected sockets, moved by a thread of C.
+
+   A link is one socket in one direction. Messages of a link arrive in the order in which they were
+   sent. They are read whether a caller waits for them or not, so a sender is never held up.
+
+   frame   magic (4 bytes) | bytes of the message (8) | message
+
+   The sockets come from Python, which has connected and authenticated them. */
+
+#ifndef PL_MESH_H
+#define PL_MESH_H
+
+#include "core.h"
+
+/* A piece of a message that is sent from where it lies. */
+typedef struct pl_piece {
+  const char *address;
+  int64_t nbytes;
+} pl_piece;
+
+/* States of a link. Positive numbers are values of errno. */
+enum { PL_LINK_OPEN = 0, PL_LINK_ENDED = -1, PL_LINK_MALFORMED = -2 };
+
+typedef struct pl_mesh pl_mesh;
+
+PL_EXPORT pl_mesh *pl_mesh_open(void);
+PL_EXPORT void pl_mesh_close(pl_mesh *mesh);
+PL_EXPORT void pl_mesh_free(pl_mesh *mesh);
+PL_EXPORT int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest);
+PL_EXPORT int pl_mesh_state(pl_mesh *mesh, int64_t link);
+PL_EXPORT int64_t pl_mesh_send(pl_mesh *mesh, int64_t link, const pl_piece *pieces, int64_t count,
+                               int64_t at_once);
+PL_EXPORT int64_t pl_mesh_sent(pl_mesh *mesh, int64_t link);
+PL_EXPORT int pl_mesh_wait_sent(pl_mesh *mesh, int64_t link, int64_t message, int64_t nanoseconds);
+PL_EXPORT void *pl_mesh_take(pl_mesh *mesh, int64_t link, int64_t *nbytes);
+PL_EXPORT void pl_mesh_give_back(void *message);
+PL_EXPORT uint32_t pl_mesh_changes(pl_mesh *mesh);
+PL_EXPORT void pl_mesh_wake(pl_mesh *mesh);
+PL_EXPORT int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds);
+
+#endif

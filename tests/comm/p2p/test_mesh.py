@@ -1,0 +1,251 @@
+"""Messages through a mesh: sockets of one process, of which each test plays both ends."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm.p2p.mesh import ArrivedMessage, Mesh, give_back
+from paceline.comm.p2p.network_message import make_message, read_message
+from paceline.comm.p2p.pair_message import pack_header
+from paceline.comm.wire_format import MalformedMessage
+from paceline.errors import ResourceError
+from tests.harness.jobs import PATIENCE, wait_for
+
+MAGIC = 0x50434C31
+
+
+@pytest.fixture
+def mesh() -> Iterator[Mesh]:
+    made = Mesh()
+    yield made
+    made.close()
+
+
+def connect() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        one = socket.create_connection(server.getsockname())
+        other, _ = server.accept()
+        return one, other
+
+
+def frame(data: bytes) -> bytes:
+    return struct.pack("<Iq", MAGIC, len(data)) + data
+
+
+def piece(data: Any) -> tuple[int, int]:
+    return ctypes.addressof(data), len(data)
+
+
+def next_message(mesh: Mesh, link: int) -> bytes:
+    """Wait for the next message, and give its memory back."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        seen = mesh.changes
+        arrived = mesh.take_message(link)
+        if arrived is not None:
+            data = ctypes.string_at(*arrived)
+            give_back(arrived.address)
+            return data
+        assert not mesh.find_end(link), mesh.find_end(link)
+        assert time.monotonic() < end
+        mesh.wait_for_change(seen, 1.0)
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 18])
+def test_messages_come_as_they_were_sent(mesh: Mesh, at_once: int) -> None:
+    dice = random.Random(3)
+    one, other = connect()
+    out, into = mesh.add_link(one), mesh.add_link(other)
+    lengths = [dice.choice((0, 1, 11, 12, 13, 4095, 16_384, 300_000, 3_000_000)) for _ in range(60)]
+    data = [ctypes.create_string_buffer(dice.randbytes(n), max(n, 1)) for n in lengths]
+    for number, (n, memory) in enumerate(zip(lengths, data, strict=True), 1):
+        start = ctypes.addressof(memory)
+        cut = dice.randrange(n + 1)
+        pieces = [(start, cut), (start, 0), (start + cut, n - cut)]
+        assert mesh.send(out, pieces, at_once) == number
+    assert [next_message(mesh, into) for _ in lengths] == [
+        memory.raw[:n] for n, memory in zip(lengths, data, strict=True)
+    ]
+    assert mesh.count_sent(out) == len(lengths)
+
+
+def test_many_pieces_are_sent_in_order(mesh: Mesh) -> None:
+    one, other = connect()
+    out, into = mesh.add_link(one), mesh.add_link(other)
+    data = ctypes.create_string_buffer(random.Random(1).randbytes(999))
+    assert mesh.send(out, [(ctypes.addressof(data) + i, 1) for i in range(999)], 0)
+    assert next_message(mesh, into) == data.raw[:999]
+
+
+def test_a_sender_is_not_held_up_and_a_wait_for_it_ends(mesh: Mesh) -> None:
+    one, other = connect()
+    out = mesh.add_link(one)
+    data = ctypes.create_string_buffer(1 << 24)
+    assert mesh.send(out, [piece(data)], 1 << 18) == 1
+    mesh.wait_until_sent(out, 1, 0.05)
+    assert mesh.count_sent(out) == 0
+    reader = threading.Thread(target=lambda: [None for _ in iter(lambda: other.recv(1 << 20), b"")])
+    reader.start()
+    mesh.wait_until_sent(out, 1, PATIENCE)
+    assert mesh.count_sent(out) == 1
+    mesh.close()
+    reader.join(PATIENCE)
+    assert not reader.is_alive()
+
+
+def test_frames_may_come_in_any_pieces(mesh: Mesh) -> None:
+    dice = random.Random(5)
+    here, there = connect()
+    into = mesh.add_link(there)
+    data = [dice.randbytes(dice.choice((0, 5, 100, 20_000, 70_000))) for _ in range(40)]
+    stream, at = b"".join(map(frame, data)), 0
+    while at < len(stream):
+        step = dice.choice((1, 3, 12, 1000, 50_000))
+        here.sendall(stream[at : at + step])
+        at += step
+    assert [next_message(mesh, into) for _ in data] == data
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (b"", "it has closed its end"),
+        (frame(b"abc"), "it has closed its end"),
+        (frame(b"abc")[:5], "reset"),
+        (frame(b"x" * 50_000)[:-1], "reset"),
+        (b"GET / HTTP/1.1\r\n\r\n", "no message"),
+        (struct.pack("<Iq", MAGIC, -1), "no message"),
+        (struct.pack("<Iq", MAGIC, 1 << 60), "no message"),
+    ],
+)
+def test_a_link_ends_with_a_reason(mesh: Mesh, said: bytes, reason: str) -> None:
+    here, there = connect()
+    into = mesh.add_link(there)
+    here.sendall(said)
+    here.shutdown(socket.SHUT_WR)
+    wait_for(lambda: bool(mesh.find_end(into)))
+    assert reason in mesh.find_end(into)
+    came = mesh.take_message(into)
+    assert (came is not None) == (said == frame(b"abc"))
+    assert mesh.send(into, [], 0) == 0
+
+
+def test_random_bytes_never_break_the_reader(mesh: Mesh) -> None:
+    dice = random.Random(7)
+    for _ in range(200):
+        here, there = connect()
+        into = mesh.add_link(there)
+        stream = bytearray(b"".join(frame(dice.randbytes(dice.randrange(40))) for _ in range(4)))
+        for _ in range(dice.randrange(4)):
+            stream[dice.randrange(len(stream))] = dice.randrange(256)
+        here.sendall(stream)
+        here.close()
+        wait_for(lambda link=into: bool(mesh.find_end(link)))  # type: ignore[misc]
+        while (came := mesh.take_message(into)) is not None:
+            assert came.nbytes <= len(stream)
+            give_back(came.address)
+
+
+def test_memory_is_used_again_and_outlives_the_mesh(mesh: Mesh) -> None:
+    here, there = connect()
+    into = mesh.add_link(there)
+
+    def arrive() -> ArrivedMessage:
+        here.sendall(frame(b"x" * 100_000))
+        wait_for(lambda: bool(found.append(mesh.take_message(into)) or found[-1]))
+        return found[-1]
+
+    found: list[Any] = []
+    first, second = arrive(), arrive()
+    assert first.address != second.address and first.address % 64 == 0
+    give_back(first.address)
+    assert arrive().address == first.address
+    mesh.close()
+    assert ctypes.string_at(second.address, 3) == b"xxx"
+    give_back(second.address)
+    give_back(first.address)
+
+
+@pytest.mark.parametrize("wait", ["change", "sent"])
+def test_the_end_of_a_mesh_ends_waits(mesh: Mesh, wait: str) -> None:
+    one, other = connect()
+    out = mesh.add_link(one)
+    data = ctypes.create_string_buffer(1 << 24)
+    mesh.send(out, [piece(data)], 0)
+    waits: dict[str, Callable[[], None]] = {
+        "change": lambda: mesh.wait_for_change(mesh.changes, PATIENCE),
+        "sent": lambda: mesh.wait_until_sent(out, 1, PATIENCE),
+    }
+    thread = threading.Thread(target=waits[wait])
+    thread.start()
+    time.sleep(0.05)
+    mesh.close()
+    thread.join(PATIENCE / 2)
+    assert not thread.is_alive()
+    assert mesh.find_end(out) and mesh.send(out, [piece(data)], 0) == 0
+    with pytest.raises(ResourceError):
+        mesh.add_link(other)
+
+
+# ---- messages of tensors
+
+
+def through_bytes(message: Any) -> ArrivedMessage:
+    """Bring a message into memory of a mesh."""
+    mesh, (here, there) = Mesh(), connect()
+    out, into = mesh.add_link(here), mesh.add_link(there)
+    mesh.send(out, message.pieces, 0)
+    arrived: list[Any] = []
+    wait_for(lambda: bool(arrived.append(mesh.take_message(into)) or arrived[-1]))
+    mesh.close()
+    return arrived[-1]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 100])
+def test_tensors_come_as_they_were_sent(count: int) -> None:
+    dice = random.Random(count)
+    tensors = [
+        torch.randn(dice.choice((0, 1, 7, 30_000))).to(dice.choice((torch.bool, torch.float64)))
+        for _ in range(count)
+    ]
+    tensors += [torch.arange(12).view(3, 4).t()]
+    message = make_message(pack_header(7, {"n": count}, tensors), tensors)
+    lane, came = read_message(through_bytes(message))
+    assert (lane, came.head, len(came.tensors)) == (7, {"n": count}, len(tensors))
+    for x, y in zip(came.tensors, tensors, strict=True):
+        assert torch.equal(x, y) and x.dtype == y.dtype
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"\x01\0",
+        struct.pack("<I", 1 << 31) + b"{}",
+        struct.pack("<I", 50) + b"0\n[]\n{}",
+        struct.pack("<I", 6) + b"0 [] {}",
+        struct.pack("<I", 7) + b"0\n[]\n{}x",
+        struct.pack("<I", 24) + b'0\n[["float32",[9]]]\n{}  ',
+    ],
+)
+def test_a_message_that_describes_itself_wrongly_is_refused(said: bytes) -> None:
+    here, there = connect()
+    mesh = Mesh()
+    into = mesh.add_link(there)
+    here.sendall(frame(said))
+    arrived: list[Any] = []
+    wait_for(lambda: bool(arrived.append(mesh.take_message(into)) or arrived[-1]))
+    with pytest.raises(MalformedMessage):
+        read_message(arrived[-1])
+    mesh.close()
