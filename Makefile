@@ -48,9 +48,17 @@ pins: .venv/.made
 COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --generate-hashes --no-annotate \
 	--custom-compile-command 'make pins'
 
-.venv/.made: EXTRA = test
-.venv/.docs: EXTRA = docs
-.venv/.made .venv/.docs: pyproject.toml constraints.txt
+# When only the C library's sources have changed, only the library is built. If there is no compiler (exit code 3),
+# pip brings one.
+NATIVE := setup.py paceline/native/build.py $(wildcard paceline/native/*.[ch])
+.venv/.made .venv/.docs: .venv/.%: .venv/.%-installed $(NATIVE)
+	$(BIN)/python paceline/native/build.py || { test $$? = 3 && echo 'pip fetches a compiler for this build' \
+		&& $(BIN)/python -m pip install --quiet --no-deps -e .; }
+	@touch $@
+
+.venv/.made-installed: EXTRA = test
+.venv/.docs-installed: EXTRA = docs
+.venv/.made-installed .venv/.docs-installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "paceline needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRA)]'
@@ -58,4 +66,4 @@ COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis paceline/native/_core.so

@@ -54,7 +54,7 @@ BUDGET: dict[str, int] = {
     "elastic": 1990,
     "lab": 2670,
     "loop": 1910,
-    "native": 170,
+    "native": 210,
     "notebook": 540,
     "observe": 4900,
     "parallel": 8930,

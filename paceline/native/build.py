@@ -1,4 +1,4 @@
-"""Builds the C library beside this file: `python -m paceline.native.build`.
+"""Builds the C library beside this file: `python paceline/native/build.py`.
 
 It needs the standard library alone and imports nothing of paceline, since setup.py loads it before
 anything is installed.
@@ -19,6 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "_core.so"
+NO_COMPILER = 3  # exit code, for the Makefile
 SUPPORTED = sys.platform == "linux"  # workers share memory on Linux only
 
 # No -march=native: a wheel runs on other processors too, so the sources choose at run time.
@@ -26,12 +27,17 @@ SUPPORTED = sys.platform == "linux"  # workers share memory on Linux only
 # must not depend on the compiler.
 DIALECT = ("-std=c11", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-pthread")
 WARNINGS = ("-Wall", "-Wextra")
+OPTIMIZATION = ("-O3",)
 # A trivial source with the headers that ours need: a compiler without the C library's is useless.
 PROBE = "#include <pthread.h>\n#include <stdatomic.h>\nint pl_probe(void) { return 0; }\n"
 
 
 class BuildError(RuntimeError):
     """The library can't be built. The message says why, in one line."""
+
+
+class CompilerMissing(BuildError):
+    """There is no C compiler that works."""
 
 
 def list_sources() -> list[Path]:
@@ -69,9 +75,10 @@ def find_zig(target_triple: str | None = None) -> list[str] | None:
     """
     if importlib.util.find_spec("ziglang") is None:
         return None
-    # Without -mcpu=baseline zig would use all instructions of this very processor.
+    # Without -mcpu=baseline zig would use all instructions of this very processor. Without -s the
+    # library would hold a megabyte of debug information about zig's own parts.
     target = ["-target", target_triple] if target_triple else ["-mcpu=baseline"]
-    return [sys.executable, "-m", "ziglang", "cc", *target]
+    return [sys.executable, "-m", "ziglang", "cc", *target, "-s"]
 
 
 def find_compiler(target_triple: str | None = None) -> list[str] | None:
@@ -79,17 +86,20 @@ def find_compiler(target_triple: str | None = None) -> list[str] | None:
     return (None if target_triple else find_system_compiler()) or find_zig(target_triple)
 
 
-def stamp_library(compiler: Sequence[str] | None, *options: str) -> tuple[str, str]:
-    """Stamps of the sources with the options, and of the compiler ("": no compiler)."""
-    digest = hashlib.sha256(repr((DIALECT, WARNINGS, options, platform.machine())).encode())
+def stamp_sources(sanitizer: str | None = None, target_triple: str | None = None) -> str:
+    """Stamp of the sources and of how they are compiled. Arguments: see `build_library`."""
+    options = (DIALECT, WARNINGS, OPTIMIZATION, sanitizer, target_triple, platform.machine())
+    digest = hashlib.sha256(repr(options).encode())
     for path in sorted([*FOLDER.glob("*.[ch]"), Path(__file__)]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    sources = f"sources={digest.hexdigest()[:16]}"
-    if compiler is None:
-        return sources, ""
+    return f"sources={digest.hexdigest()[:16]}"
+
+
+def stamp_compiler(compiler: Sequence[str]) -> str:
+    """Stamp of a compiler and its version."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, check=False).stdout
-    compiler_digest = hashlib.sha256(repr(compiler).encode() + version)
-    return sources, f"compiler={compiler_digest.hexdigest()[:16]}"
+    digest = hashlib.sha256(repr(compiler).encode() + version)
+    return f"compiler={digest.hexdigest()[:16]}"
 
 
 def build_library(
@@ -108,28 +118,33 @@ def build_library(
         Whether the library had to be compiled.
 
     Raises:
-        BuildError: There is no compiler, or the sources don't compile.
+        CompilerMissing: There is no compiler.
+        BuildError: The sources don't compile.
     """
     compiler = find_compiler(target_triple)
-    stamps = stamp_library(compiler, sanitizer or "", target_triple or "")
+    if not list_sources():
+        raise BuildError(f"{FOLDER} has no C sources; run this in paceline's source tree")
+    stamps = [stamp_sources(sanitizer, target_triple)]
+    stamps += [stamp_compiler(compiler)] if compiler else []
     if target.exists() and all(stamp.encode() in target.read_bytes() for stamp in stamps):
-        return False
+        return False  # without a compiler: built when there was one
     if compiler is None:
-        raise BuildError(
+        raise CompilerMissing(
             "no C compiler works here ($CC, cc, gcc, clang and the Python package ziglang were "
             "tried); install one, such as with: pip install ziglang"
         )
     target.parent.mkdir(parents=True, exist_ok=True)
     # Written beside the target, then renamed: two processes may build at once.
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    options = ["-O3", "-shared", *DIALECT, *WARNINGS, f'-DPL_STAMP="{" ".join(stamps)}"']
+    options = [*OPTIMIZATION, "-shared", *DIALECT, *WARNINGS, f'-DPL_STAMP="{" ".join(stamps)}"']
     options += sanitizer_flags(sanitizer) if sanitizer else []
     command = [*compiler, *options, "-o", str(temporary), *map(str, list_sources())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         sys.stderr.write(done.stderr)  # warnings too
         if done.returncode:
-            raise BuildError(f"the C library doesn't compile, see above; tried: {command}")
+            tried = shlex.join(command)
+            raise BuildError(f"the C library doesn't compile, see above; tried: {tried}")
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
@@ -137,9 +152,11 @@ def build_library(
 
 
 if __name__ == "__main__":
-    if not SUPPORTED:
-        sys.exit(f"not built: on {sys.platform} workers don't share memory, which it is for")
     try:
-        print(f"{LIBRARY}: {'built' if build_library(LIBRARY) else 'up to date'}")
+        if not SUPPORTED:
+            print(f"not built: on {sys.platform} workers don't share memory, which it is for")
+        else:
+            print(f"{LIBRARY}: {'built' if build_library(LIBRARY) else 'up to date'}")
     except BuildError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(NO_COMPILER if isinstance(error, CompilerMissing) else 1)

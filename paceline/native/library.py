@@ -5,21 +5,16 @@ from __future__ import annotations
 import ctypes
 import sys
 from functools import cache
-from pathlib import Path
-from typing import TypeVar
 
 from paceline.errors import ResourceError
+from paceline.native import build
 
-PATH = Path(__file__).with_name("_core.so")
 VERSION = 1  # PL_VERSION in core.h
-REPAIR = "run `pip install -e .` or `python -m paceline.native.build` in paceline's source tree"
-
-Library = TypeVar("Library", bound=ctypes.CDLL)
 
 
 def has_library() -> bool:
     """Whether there is a C library for this system."""
-    return sys.platform == "linux"
+    return build.SUPPORTED
 
 
 @cache
@@ -29,7 +24,27 @@ def load_library() -> ctypes.CDLL:
     Raises:
         ResourceError: The library is missing, can't be loaded, or is of other sources.
     """
-    return _load_checked(ctypes.CDLL)
+    if not has_library():
+        raise ResourceError(f"on {sys.platform} paceline has no C library: it is for Linux")
+    path = build.LIBRARY
+    # A wheel has no sources, so whoever installs it pays nothing for the check of the stamp.
+    in_source_tree = bool(build.list_sources())
+    repair = f"run `python {build.__file__}`" if in_source_tree else "install paceline again"
+    if not path.exists():
+        raise ResourceError(f"paceline's C library {path} is missing; {repair}")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ResourceError(f"paceline's C library can't be loaded: {error}; {repair}") from error
+    version = library.pl_version()
+    if version != VERSION:
+        raise ResourceError(
+            f"paceline's C library {path} has version {version}, wanted is {VERSION}; {repair}"
+        )
+    library.pl_stamp.restype = ctypes.c_char_p
+    if in_source_tree and not library.pl_stamp().startswith(build.stamp_sources().encode()):
+        raise ResourceError(f"paceline's C library {path} is of other sources; {repair}")
+    return library
 
 
 @cache
@@ -37,23 +52,7 @@ def load_library_with_gil() -> ctypes.PyDLL:
     """Load the library for short calls, which keep the GIL: giving it up costs more than they do.
 
     Raises:
-        ResourceError: See `load_library`.
+        ResourceError: See `load_library`, which checks the library.
     """
-    return _load_checked(ctypes.PyDLL)
-
-
-def _load_checked(kind: type[Library]) -> Library:
-    if not has_library():
-        raise ResourceError(f"on {sys.platform} paceline has no C library: it is for Linux")
-    if not PATH.exists():
-        raise ResourceError(f"paceline's C library {PATH} is missing; {REPAIR}")
-    try:
-        library = kind(str(PATH))
-    except OSError as error:
-        raise ResourceError(f"paceline's C library can't be loaded: {error}; {REPAIR}") from error
-    version = library.pl_version()
-    if version != VERSION:
-        raise ResourceError(
-            f"paceline's C library {PATH} has version {version}, wanted is {VERSION}; {REPAIR}"
-        )
-    return library
+    load_library()
+    return ctypes.PyDLL(str(build.LIBRARY))

@@ -30,7 +30,7 @@ void pl_open_segment(pl_segment *segment, void *base, int64_t rank, int64_t size
   segment->base = base;
   segment->rank = rank;
   segment->size = size;
-  segment->spin_ns = SPIN_MOST;
+  atomic_init(&segment->spin_ns, SPIN_MOST);
   int64_t block = PL_PIECE * size < PL_STAGE ? PL_PIECE * size : PL_STAGE;
   segment->block = block / (PL_LINE * size) * (PL_LINE * size);
 }
@@ -93,12 +93,15 @@ int64_t pl_find_behind(const pl_segment *segment, int channel, int64_t target, i
    ranks that this one waits for. */
 static int poll_counters(pl_segment *segment, int channel, int64_t target, int64_t begun,
                          int64_t nanoseconds) {
-  int64_t spin = segment->spin_ns < nanoseconds ? segment->spin_ns : nanoseconds;
+  int64_t spin = atomic_load_explicit(&segment->spin_ns, memory_order_relaxed);
+  spin = spin < nanoseconds ? spin : nanoseconds;
   int64_t now = begun;
   for (;;) {
     for (int i = 0; i < 32; i++) {
       if (pl_has_reached(segment, channel, target)) {
-        if (now > begun) segment->spin_ns = 2 * spin < SPIN_MOST ? 2 * spin : SPIN_MOST;
+        if (now > begun)
+          atomic_store_explicit(&segment->spin_ns, 2 * spin < SPIN_MOST ? 2 * spin : SPIN_MOST,
+                                memory_order_relaxed);
         return 1;
       }
       relax();
@@ -112,7 +115,9 @@ static int poll_counters(pl_segment *segment, int channel, int64_t target, int64
       if (now - before > CROWDED) break;
     }
   }
-  segment->spin_ns = segment->spin_ns / 2 > SPIN_LEAST ? segment->spin_ns / 2 : SPIN_LEAST;
+  spin = atomic_load_explicit(&segment->spin_ns, memory_order_relaxed) / 2;
+  atomic_store_explicit(&segment->spin_ns, spin > SPIN_LEAST ? spin : SPIN_LEAST,
+                        memory_order_relaxed);
   return pl_has_reached(segment, channel, target);
 }
 

@@ -1,16 +1,14 @@
-"""The C library of reductions and codecs, compiled once for all tests of this folder."""
+"""The C library, compiled for the tests of this folder."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
 import subprocess
-from pathlib import Path
 
 import pytest
 
-SOURCES = Path(__file__).parents[2] / "paceline" / "native"
-FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off")
+from paceline.native import build
 
 
 @pytest.fixture(scope="session", params=["dispatched", "portable"])
@@ -19,10 +17,12 @@ def library(
 ) -> ctypes.CDLL:
     """Build the library, as it is and without the loops that need a newer processor."""
     path = tmp_path_factory.mktemp("native") / f"{request.param}.so"
-    flags = [*FLAGS, *(["-DPL_PORTABLE"] if request.param == "portable" else [])]
-    subprocess.run(
-        ["cc", *flags, "-o", path, SOURCES / "reduce.c", SOURCES / "codecs.c"], check=True
-    )
+    compiler = build.find_compiler()
+    assert compiler is not None, "no C compiler; pip install ziglang"
+    flags = [*build.OPTIMIZATION, *build.DIALECT, *build.WARNINGS, "-Werror", "-shared"]
+    flags += ["-DPL_PORTABLE"] if request.param == "portable" else []
+    sources = map(str, build.list_sources())
+    subprocess.run([*compiler, *flags, "-o", str(path), *sources], check=True)
     library = ctypes.CDLL(str(path))
     # Whether pl_scale_add rounds product and sum of float32 once, as torch does here.
     library.fuses = request.param == "dispatched" or platform.machine() == "aarch64"
