@@ -6,7 +6,7 @@ import ctypes
 import sys
 from functools import cache
 
-from paceline.errors import ResourceError
+from paceline.errors import ResourceError, UsageError
 from paceline.native import build
 
 VERSION = 1  # PL_VERSION in core.h
@@ -22,7 +22,8 @@ def load_library() -> ctypes.CDLL:
     """Load the library for calls that release the GIL: those that wait, or take milliseconds.
 
     Raises:
-        ResourceError: The library is missing, can't be loaded, or is of other sources.
+        UsageError: The library is missing, can't be loaded, or is of other sources.
+        ResourceError: There is none for this system.
     """
     if not has_library():
         raise ResourceError(f"on {sys.platform} paceline has no C library: it is for Linux")
@@ -31,19 +32,19 @@ def load_library() -> ctypes.CDLL:
     in_source_tree = bool(build.list_sources())
     repair = f"run `python {build.__file__}`" if in_source_tree else "install paceline again"
     if not path.exists():
-        raise ResourceError(f"paceline's C library {path} is missing; {repair}")
+        raise UsageError(f"paceline's C library {path} is missing; {repair}")
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise ResourceError(f"paceline's C library can't be loaded: {error}; {repair}") from error
+        raise UsageError(f"paceline's C library can't be loaded: {error}; {repair}") from error
     version = library.pl_version()
     if version != VERSION:
-        raise ResourceError(
+        raise UsageError(
             f"paceline's C library {path} has version {version}, wanted is {VERSION}; {repair}"
         )
     library.pl_stamp.restype = ctypes.c_char_p
     if in_source_tree and not library.pl_stamp().startswith(build.stamp_sources().encode()):
-        raise ResourceError(f"paceline's C library {path} is of other sources; {repair}")
+        raise UsageError(f"paceline's C library {path} is of other sources; {repair}")
     return library
 
 
@@ -52,7 +53,7 @@ def load_library_with_gil() -> ctypes.PyDLL:
     """Load the library for short calls, which keep the GIL: giving it up costs more than they do.
 
     Raises:
-        ResourceError: See `load_library`, which checks the library.
+        UsageError: See `load_library`, which checks the library.
     """
     load_library()
     return ctypes.PyDLL(str(build.LIBRARY))

@@ -18,6 +18,7 @@
 
 #include <errno.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -463,9 +464,11 @@ static void serve(pl_mesh *mesh, int milliseconds) {
   int count = epoll_wait(mesh->poller, events, 16, milliseconds);
   for (int i = 0; i < count; i++) {
     if (events[i].data.u64 == BELL) {
-      /* While the mesh is closing, the bell goes on ringing, so that every thread hears it. */
+      /* The bell is for the leader, if there is one: the thread of the mesh leaves it to ring, and
+         epoll tells the leader, too. While the mesh is closing, it rings for every thread. */
       uint64_t rings;
-      if (!atomic_load(&mesh->closing) && read(mesh->bell, &rings, sizeof rings) < 0) continue;
+      if (!is_leader && atomic_load(&mesh->has_leader)) sched_yield();
+      else if (!atomic_load(&mesh->closing) && read(mesh->bell, &rings, sizeof rings) < 0) continue;
       continue;
     }
     pl_link *each = get_link(mesh, (int64_t)events[i].data.u64);

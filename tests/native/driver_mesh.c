@@ -37,6 +37,14 @@ static void check_message(int64_t link, int64_t k, const char *message, int64_t 
   for (int64_t i = 0; i < nbytes; i++) CHECK(message[i] == message_byte(link, k, i));
 }
 
+static void wait_until_sent(pl_mesh *mesh, int64_t link, int64_t number) {
+  for (;;) {
+    uint32_t seen = pl_mesh_changes(mesh);
+    if (pl_mesh_sent(mesh, link) >= number) return;
+    CHECK(pl_mesh_wait_change(mesh, seen, FOREVER) == PL_REACHED);
+  }
+}
+
 /* Send all messages of one link, each in some pieces of its own memory. */
 static void *send_messages(void *link_) {
   int64_t link = (int64_t)(intptr_t)link_;
@@ -52,36 +60,42 @@ static void *send_messages(void *link_) {
     }
     pieces[n_pieces++] = (pl_piece){message + at, nbytes - at};
     int64_t at_once = k % 3 ? 4096 : 0;
-    int64_t number = pl_mesh_send(left, link, pieces, n_pieces, at_once);
-    CHECK(number == k + 1);
-    CHECK(pl_mesh_wait_sent(left, link, number, FOREVER) == PL_REACHED);
-    CHECK(pl_mesh_sent(left, link) == number);
+    int copies = k % 2;
+    int64_t number = pl_mesh_send(left, link, pieces, n_pieces, at_once, copies);
+    CHECK(number == PL_SENT || number == k + 1);
+    if (!copies) wait_until_sent(left, link, k + 1);
     free(message); /* from now on it may change */
   }
   return NULL;
 }
 
-/* Take the next message of a link, and wait for it. */
-static char *take_message(pl_mesh *mesh, int64_t link, int64_t *nbytes) {
-  for (;;) {
-    uint32_t seen = pl_mesh_changes(mesh);
-    char *message = pl_mesh_take(mesh, link, nbytes);
-    if (message) return message;
-    CHECK(pl_mesh_wait_change(mesh, seen, FOREVER) == PL_REACHED);
-  }
-}
+/* Take all messages of all links, with other threads that do the same. */
+static pthread_mutex_t taking = PTHREAD_MUTEX_INITIALIZER;
+static int64_t n_taken, next_message[LINKS];
 
-static void *take_messages(void *link_) {
-  int64_t link = (int64_t)(intptr_t)link_, nbytes;
-  char *held = NULL; /* at times a message is kept while the next ones come */
-  for (int64_t k = 0; k < MESSAGES; k++) {
-    char *message = take_message(right, link, &nbytes);
-    check_message(link, k, message, nbytes);
-    if (held) pl_mesh_give_back(held);
-    held = message;
+static void *take_messages(void *nothing) {
+  char *held = NULL; /* a message is kept while the next one comes */
+  for (;;) {
+    uint32_t seen = pl_mesh_changes(right);
+    pl_arrival arrival;
+    pthread_mutex_lock(&taking);
+    int has_come = pl_mesh_take(right, &arrival);
+    if (has_come) {
+      check_message(arrival.link, next_message[arrival.link]++, arrival.address, arrival.nbytes);
+      n_taken++;
+    }
+    int has_ended = n_taken == LINKS * MESSAGES;
+    pthread_mutex_unlock(&taking);
+    if (has_come) {
+      if (held) pl_mesh_give_back(held);
+      held = arrival.address;
+    }
+    if (has_ended) break;
+    if (!has_come) CHECK(pl_mesh_wait_change(right, seen, FOREVER) == PL_REACHED);
   }
-  pl_mesh_give_back(held);
-  return NULL;
+  pl_mesh_wake(right); /* the others look whether that was all */
+  if (held) pl_mesh_give_back(held);
+  return nothing;
 }
 
 static void exchange_messages(void) {
@@ -90,7 +104,7 @@ static void exchange_messages(void) {
   for (int64_t i = 0; i < LINKS; i++) {
     void *link = (void *)(intptr_t)i;
     CHECK(pthread_create(&threads[2 * i], NULL, send_messages, link) == 0);
-    CHECK(pthread_create(&threads[2 * i + 1], NULL, take_messages, link) == 0);
+    CHECK(pthread_create(&threads[2 * i + 1], NULL, take_messages, NULL) == 0);
   }
   for (int64_t i = 0; i < 2 * LINKS; i++) pthread_join(threads[i], NULL);
   pl_mesh_free(left);
@@ -107,43 +121,50 @@ static void wait_for_end(pl_mesh *mesh, int64_t link) {
 
 /* What was sent before the end arrives. A message outlives its mesh. */
 static void end_in_good_order(void) {
-  int64_t nbytes;
   connect_links(1);
   pl_piece piece = {"last words", 10};
-  CHECK(pl_mesh_send(left, 0, &piece, 1, 4096) == 1);
+  CHECK(pl_mesh_send(left, 0, &piece, 1, 4096, 0) == PL_SENT);
   pl_mesh_free(left);
   wait_for_end(right, 0);
   CHECK(pl_mesh_state(right, 0) == PL_LINK_ENDED);
-  CHECK(pl_mesh_send(right, 0, &piece, 1, 4096) == -1);
-  char *message = take_message(right, 0, &nbytes);
-  CHECK(pl_mesh_take(right, 0, &nbytes) == NULL);
+  CHECK(pl_mesh_send(right, 0, &piece, 1, 4096, 0) == PL_NOT_SENT);
+  pl_arrival arrival, other;
+  CHECK(pl_mesh_take(right, &arrival));
+  CHECK(!pl_mesh_take(right, &other));
   pl_mesh_free(right);
-  CHECK(memcmp(message, "last words", 10) == 0);
-  pl_mesh_give_back(message); /* frees the mesh, too */
+  CHECK(arrival.nbytes == 10 && memcmp(arrival.address, "last words", 10) == 0);
+  pl_mesh_give_back(arrival.address); /* frees the mesh, too */
 }
 
-/* Messages that nobody reads are given up when the mesh closes, with those who wait for them. */
-static void *wait_until_sent(void *result) {
-  *(int *)result = pl_mesh_wait_sent(left, 0, 1, FOREVER);
+/* A message that is not read is given up when the mesh closes; threads that wait return. */
+static void *wait_for_close(void *changes) {
+  uint32_t seen = *(uint32_t *)changes;
+  while (pl_mesh_state(left, 0) == PL_LINK_OPEN) {
+    pl_mesh_wait_change(left, seen, FOREVER);
+    seen = pl_mesh_changes(left);
+  }
   return NULL;
 }
 
 static void close_while_sending(void) {
-  int pair[2], result = -1;
+  int pair[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
   left = pl_mesh_open();
   CHECK(pl_mesh_add(left, pair[0], LARGEST) == 0);
   char *message = allocate(8 * LARGEST);
   memset(message, 1, 8 * LARGEST);
   pl_piece piece = {message, 8 * LARGEST};
-  CHECK(pl_mesh_send(left, 0, &piece, 1, 0) == 1);
-  CHECK(pl_mesh_wait_sent(left, 0, 1, 10 * MILLISECOND) == PL_TIMEOUT);
-  pthread_t thread;
-  CHECK(pthread_create(&thread, NULL, wait_until_sent, &result) == 0);
+  CHECK(pl_mesh_send(left, 0, &piece, 1, 0, 0) == 1);
+  uint32_t seen = pl_mesh_changes(left);
+  CHECK(pl_mesh_wait_change(left, seen, 10 * MILLISECOND) == PL_TIMEOUT);
+  pthread_t threads[3];
+  for (int i = 0; i < 3; i++)
+    CHECK(pthread_create(&threads[i], NULL, wait_for_close, &seen) == 0);
   pl_mesh_close(left);
-  pthread_join(thread, NULL);
-  CHECK(result == PL_INTERRUPTED);
+  for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
+  CHECK(pl_mesh_sent(left, 0) == 0);
   free(message);
+  CHECK(pl_mesh_send(left, 0, &piece, 1, 0, 0) == PL_NOT_SENT);
   pl_mesh_free(left);
   close(pair[1]);
 }
@@ -158,7 +179,7 @@ static void read_wrong_bytes(const void *bytes, size_t nbytes, int state) {
   close(pair[0]);
   wait_for_end(right, 0);
   CHECK(pl_mesh_state(right, 0) == state);
-  CHECK(pl_mesh_take(right, 0, &(int64_t){0}) == NULL);
+  CHECK(!pl_mesh_take(right, &(pl_arrival){0}));
   pl_mesh_free(right);
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import ResourceError
+from paceline.errors import UsageError
 from paceline.native import build, library
 
 LOADERS = (library.load_library, library.load_library_with_gil)
@@ -31,7 +31,7 @@ def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def read_refusal() -> str:
     for load in LOADERS:
-        with pytest.raises(ResourceError) as caught:
+        with pytest.raises(UsageError) as caught:
             load()
     assert "\n" not in str(caught.value)
     return str(caught.value)
