@@ -20,6 +20,7 @@ _Signatures = dict[str, tuple[Any, list[Any]]]
 _LONG: _Signatures = {
     "wait": (c_int, [c_void_p, c_int, c_int64, c_int64]),
     "advance": (c_int64, [c_void_p]),
+    "finish": (c_int64, [c_void_p, c_int64]),
     "begin_all_reduce": (
         None,
         [c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int, c_int],

@@ -299,3 +299,10 @@ int64_t pl_advance(pl_operation *operation) {
   }
   return operation->target;
 }
+
+/* Wait at most `nanoseconds` for the other ranks, then advance. Returns what `pl_advance` does. */
+int64_t pl_finish(pl_operation *operation, int64_t nanoseconds) {
+  if (pl_wait(operation->segment, PL_OPERATIONS, operation->target, nanoseconds) != PL_REACHED)
+    return operation->target;
+  return pl_advance(operation);
+}

@@ -36,5 +36,6 @@ PL_EXPORT void pl_begin_messages(pl_operation *operation, pl_segment *segment,
 PL_EXPORT void pl_set_arrivals(pl_operation *operation, const pl_stretch *arrivals, int64_t count,
                                int64_t windows);
 PL_EXPORT int64_t pl_advance(pl_operation *operation);
+PL_EXPORT int64_t pl_finish(pl_operation *operation, int64_t nanoseconds);
 
 #endif

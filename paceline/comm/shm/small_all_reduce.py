@@ -75,29 +75,39 @@ class SmallCalls:
 class SmallAllReduce(QueuedWork):
     """The all-reduce of one small tensor (a `Work`)."""
 
+    inference = False  # C writes to any tensor
+    steps = _NO_STEPS
+    result: Tensor
+    _compares = False  # whether ranks compare their calls, which are different
+
     def __init__(self, queue: WorkQueue, small: SmallCall, x: Tensor, out: Tensor) -> None:
-        super().__init__(queue, _NO_STEPS, small.call, inference=False)
-        self._native = load_functions()
-        self._small, self._x, self._out = small, x, out
-        self._has_begun = False
-        self._compares = False  # whether ranks compare their calls, which are different
+        self.queue, self.call, self._small, self._x, self.result = queue, small.call, small, x, out
+
+    def begin(self) -> bool:
+        queue, segment = self.queue, self.queue.segment
+        self.target = queue.native.begin_small(
+            segment.operation,
+            segment.pointer,
+            self._small.address,
+            self._x.data_ptr(),
+            self.result.data_ptr(),
+        )
+        return True
 
     def advance(self) -> bool:
         if self._compares:
             return super().advance()
-        native, segment = self._native, self.queue.segment
-        if not self._has_begun:
-            self._has_begun = True
-            x, out = self._x.data_ptr(), self._out.data_ptr()
-            self.target = native.begin_small(
-                segment.operation, segment.pointer, self._small.address, x, out
-            )
-            return False
-        status = native.advance_short(segment.operation)
-        if status > 0:
-            return False
+        if not self.target:
+            self.begin()
+        segment = self.queue.segment
+        status = self.queue.native.advance_short(segment.operation)
         if status == MISMATCH:
             self._compares, self.steps, self.target = True, segment.compare_calls(self.call), 0
             return super().advance()
-        self.result = self._out
-        return True
+        return bool(status == 0)
+
+    def wait(self, timeout: float | None = None) -> Tensor:
+        if not self.ended and self.target and self.queue.finish_small(self):
+            return self.result
+        super().wait(timeout)
+        return self.result

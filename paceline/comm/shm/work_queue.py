@@ -31,15 +31,20 @@ CHANNEL = "operations"
 class QueuedWork:
     """An operation under way (a `Work`)."""
 
+    number = 0  # of the call on its channel
+    target = 0  # the post that all ranks must have reached before its next step
+    ended = False
+    result: Any = None
+    error: BaseException | None = None
+
     def __init__(
         self, queue: WorkQueue, steps: Steps, call: CallFingerprint, *, inference: bool
     ) -> None:
         self.queue, self.steps, self.call, self.inference = queue, steps, call, inference
-        self.number = 0  # of the call on its channel
-        self.target = 0  # the post that all ranks must have reached before its next step
-        self.ended = False
-        self.result: Any = None
-        self.error: BaseException | None = None
+
+    def begin(self) -> bool:
+        """Begin at once, if that takes no more than a post. The queue has nothing else to do."""
+        return False
 
     def advance(self) -> bool:
         """Go on until other ranks have to come (False), or to the end (True)."""
@@ -84,7 +89,7 @@ class WorkQueue:
 
     def __init__(self, segment: ControlSegment, relatives: list[weakref.ref[WorkQueue]]) -> None:
         self.segment, self.relatives = segment, relatives
-        self._native, self._pointer = load_functions(), segment.pointer
+        self.native, self._pointer = load_functions(), segment.pointer
         self._pending: deque[QueuedWork] = deque()
         self._lock = threading.RLock()
         self._is_advancing = False
@@ -108,7 +113,7 @@ class WorkQueue:
             work.number = watch.made.get(CHANNEL, 0)
             watch.made[CHANNEL] = work.number + 1
             self._pending.append(work)
-            if not self._is_advancing:
+            if not self._is_advancing and not (len(self._pending) == 1 and work.begin()):
                 self._advance_oldest()
         return work
 
@@ -159,6 +164,29 @@ class WorkQueue:
             raise
         pending.ended = True
         return True
+
+    def finish_small(self, pending: QueuedWork) -> bool:
+        """Wait for a moment, and end the oldest operation, which C does, if all ranks have come.
+
+        Returns whether it has ended in good order.
+        """
+        # Others are kept from the queue for that moment, at most.
+        if not self._lock.acquire(blocking=False):
+            return False
+        watch, started = self.segment.watch, time.perf_counter()
+        try:
+            if self._is_advancing or watch.broken is not None or self._pending[0] is not pending:
+                return False
+            if self.native.finish(self.segment.operation, BRIEF):
+                return False
+            pending.ended = True
+            self._pending.popleft()
+            return True
+        finally:
+            self._lock.release()
+            watch.waited += time.perf_counter() - started
+            if self._pending:
+                self.advance_all()
 
     def wait_until_ended(self, pending: QueuedWork, timeout: float | None = None) -> None:
         """Wait for the end of an operation. Raises errors of the wait, not of the operation."""
@@ -213,7 +241,7 @@ class WorkQueue:
             target = self._pending[0].target
         except IndexError:  # another thread has ended it
             return
-        self._native.wait(self._pointer, OPERATIONS, target, nanoseconds)
+        self.native.wait(self._pointer, OPERATIONS, target, nanoseconds)
 
     def _missing_ranks(self) -> list[int]:
         head = next(iter(self._pending), None)
