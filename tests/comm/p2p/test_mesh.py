@@ -21,7 +21,7 @@ from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import ResourceError
 from tests.harness.jobs import PATIENCE, wait_for
 
-MAGIC = 0x50434C31
+MAGIC, VERSION = 0x50434C31, 1
 
 
 @pytest.fixture
@@ -40,7 +40,11 @@ def connect() -> tuple[socket.socket, socket.socket]:
 
 
 def frame(data: bytes) -> bytes:
-    return struct.pack("<Iq", MAGIC, len(data)) + data
+    return head(len(data)) + data + bytes(-len(data) % 64)
+
+
+def head(nbytes: int) -> bytes:
+    return struct.pack("=IIq48x", MAGIC, VERSION, nbytes)
 
 
 def piece(data: Any) -> tuple[int, int]:
@@ -124,9 +128,9 @@ def test_frames_may_come_in_any_pieces(mesh: Mesh) -> None:
         (frame(b"abc"), "it has closed its end"),
         (frame(b"abc")[:5], "reset"),
         (frame(b"x" * 50_000)[:-1], "reset"),
-        (b"GET / HTTP/1.1\r\n\r\n", "no message"),
-        (struct.pack("<Iq", MAGIC, -1), "no message"),
-        (struct.pack("<Iq", MAGIC, 1 << 60), "no message"),
+        (b"GET / HTTP/1.1\r\n\r\n" + bytes(46), "no message"),
+        (head(-1), "no message"),
+        (head(1 << 60), "no message"),
     ],
 )
 def test_a_link_ends_with_a_reason(mesh: Mesh, said: bytes, reason: str) -> None:
