@@ -72,6 +72,7 @@ _SHORT: _Signatures = {
     "mesh_open": (c_void_p, []),
     "mesh_add": (c_int64, [c_void_p, c_int, c_int64]),
     "mesh_state": (c_int, [c_void_p, c_int64]),
+    "mesh_ended": (c_int, [c_void_p]),
     "mesh_sent": (c_int64, [c_void_p, c_int64]),
     "mesh_take": (c_int, [c_void_p, c_void_p]),
     "mesh_give_back": (None, [c_void_p]),

@@ -95,7 +95,7 @@ struct pl_mesh {
   pthread_mutex_t lock;
   pthread_t thread;
   int poller, bell; /* epoll, and the eventfd that wakes threads in it */
-  _Atomic int closing;
+  _Atomic int closing, n_ended; /* whether it closes; links that have ended */
   _Atomic uint32_t changes;
   _Atomic int waiters, has_leader; /* threads that sleep until a change; whether one is in epoll */
   pl_link **links;
@@ -150,9 +150,16 @@ static block *take_block(pl_mesh *mesh, int64_t nbytes) {
   return found;
 }
 
-static void free_mesh(pl_mesh *mesh) {
+static void close_descriptors(pl_mesh *mesh) {
+  pthread_mutex_lock(&mesh->lock);
   if (mesh->poller >= 0) close(mesh->poller);
   if (mesh->bell >= 0) close(mesh->bell);
+  mesh->poller = mesh->bell = -1;
+  pthread_mutex_unlock(&mesh->lock);
+}
+
+static void free_mesh(pl_mesh *mesh) {
+  close_descriptors(mesh);
   for (int i = 0; i < CLASSES; i++) {
     for (block *each = mesh->free[i], *next; each; each = next) {
       next = each->next;
@@ -188,7 +195,9 @@ static void release_block(block *used) {
 
 static void ring_bell(pl_mesh *mesh) {
   uint64_t one = 1;
-  while (write(mesh->bell, &one, sizeof one) < 0 && errno == EINTR) continue;
+  pthread_mutex_lock(&mesh->lock); /* it may be closed by another thread */
+  while (mesh->bell >= 0 && write(mesh->bell, &one, sizeof one) < 0 && errno == EINTR) continue;
+  pthread_mutex_unlock(&mesh->lock);
 }
 
 /* Tell all threads that wait for a change. The leader sees its own changes by itself. */
@@ -218,7 +227,10 @@ static void drop_outgoing(pl_link *each) {
 /* End a link. From then on nothing of a message that waits to be sent is read any more. */
 static void end_link(pl_mesh *mesh, pl_link *each, int state) {
   pthread_mutex_lock(&each->lock);
-  if (each->state == PL_LINK_OPEN) each->state = state;
+  if (each->state == PL_LINK_OPEN) {
+    each->state = state;
+    atomic_fetch_add(&mesh->n_ended, 1);
+  }
   drop_outgoing(each);
   pthread_mutex_unlock(&each->lock);
   epoll_ctl(mesh->poller, EPOLL_CTL_DEL, each->descriptor, NULL);
@@ -328,6 +340,7 @@ int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, const pl_piece *pieces, int6
   if (each->sent == result) {
     result = PL_SENT;
   } else if (copies && !copy_rest(message)) {
+    atomic_fetch_add(&mesh->n_ended, 1);
     each->state = ENOMEM; /* a part may be sent already, so the link can't go on */
     drop_outgoing(each);
     result = PL_NOT_SENT;
@@ -533,7 +546,8 @@ int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
     if (atomic_compare_exchange_strong(&mesh->has_leader, &nobody, 1)) {
       is_leader = 1;
       /* A change before this thread became the leader rang no bell for it. */
-      if (atomic_load(&mesh->changes) == seen) serve(mesh, (int)(left / 1000000) + 1);
+      if (atomic_load(&mesh->changes) == seen && !atomic_load(&mesh->closing))
+        serve(mesh, (int)(left / 1000000) + 1);
       is_leader = 0;
       atomic_store(&mesh->has_leader, 0);
     } else {
@@ -609,6 +623,9 @@ int pl_mesh_state(pl_mesh *mesh, int64_t number) {
   return state;
 }
 
+/* Count the links that have ended. */
+int pl_mesh_ended(const pl_mesh *mesh) { return atomic_load(&mesh->n_ended); }
+
 /* End the thread, and close all sockets. Waits return, and links have ended from then on. Messages
    that were taken stay valid. The memory of the mesh stays until `pl_mesh_free`. */
 void pl_mesh_close(pl_mesh *mesh) {
@@ -629,6 +646,9 @@ void pl_mesh_close(pl_mesh *mesh) {
     pthread_mutex_unlock(&each->reading);
   }
   announce(mesh);
+  /* The leader leaves, as the bell goes on ringing; later ones see that the mesh is closing. */
+  while (atomic_load(&mesh->has_leader)) sched_yield();
+  close_descriptors(mesh);
   pl_arrival message;
   while (pl_mesh_take(mesh, &message)) pl_mesh_give_back(message.address);
 }

@@ -40,6 +40,7 @@ PL_EXPORT void pl_mesh_close(pl_mesh *mesh);
 PL_EXPORT void pl_mesh_free(pl_mesh *mesh);
 PL_EXPORT int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest);
 PL_EXPORT int pl_mesh_state(pl_mesh *mesh, int64_t link);
+PL_EXPORT int pl_mesh_ended(const pl_mesh *mesh);
 PL_EXPORT int64_t pl_mesh_send(pl_mesh *mesh, int64_t link, const pl_piece *pieces, int64_t count,
                                int64_t at_once, int copies);
 PL_EXPORT int64_t pl_mesh_sent(pl_mesh *mesh, int64_t link);

@@ -282,7 +282,6 @@ class GlooTransport:
                 [_view_memory(x) for _, x in into],
             )
             small.keep_alive([x for _, x in into])
-            self._control.write_in_background()
             self.track_wait(small)
             if len(out) + len(into) == len(sends) + len(recvs):
                 return small

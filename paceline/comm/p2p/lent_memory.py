@@ -61,9 +61,9 @@ def view_tensor(
             return view_tensor(buffer, at, nbytes, dtype, shape, alone=alone)
     if not nbytes:
         return torch.empty(shape, dtype=dtype)
-    view = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at).view(
-        shape
-    )
+    view = torch.frombuffer(buffer, dtype=dtype, count=nbytes // dtype.itemsize, offset=at)
+    if len(shape) != 1:
+        view = view.view(shape)
     return view.clone() if alone else view
 
 

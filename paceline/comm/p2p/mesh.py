@@ -7,6 +7,7 @@ import os
 import socket
 import weakref
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from paceline.errors import ResourceError
@@ -15,12 +16,6 @@ from paceline.native.functions import address_of, load_functions
 OPEN, ENDED, MALFORMED = 0, -1, -2  # states of a link; positive ones are values of errno
 SENT, NOT_SENT = 0, -1  # results of `Mesh.send` besides the number of a message
 LARGEST = 1 << 44  # bytes of the largest message
-
-
-class PieceOfMessage(ctypes.Structure):
-    """Memory that is sent: `pl_piece` of native/mesh.h."""
-
-    _fields_ = [("address", ctypes.c_void_p), ("nbytes", ctypes.c_int64)]
 
 
 class _Arrival(ctypes.Structure):
@@ -78,7 +73,8 @@ class Mesh:
             SENT; or a number: the message has been sent when `count_sent` reaches it; or NOT_SENT
             if the link has ended.
         """
-        array = (PieceOfMessage * len(pieces))(*(PieceOfMessage(*piece) for piece in pieces))
+        # Two words for each `pl_piece` of native/mesh.h: its address and its bytes.
+        array = (ctypes.c_int64 * (2 * len(pieces)))(*chain.from_iterable(pieces))
         return int(
             self._native.mesh_send(
                 self._address, link, address_of(array), len(pieces), at_once, copies
@@ -108,6 +104,11 @@ class Mesh:
     def wake(self) -> None:
         """Let all waits for a change return."""
         self._native.mesh_wake(self._address)
+
+    @property
+    def has_ended_links(self) -> bool:
+        """Whether any link has ended."""
+        return bool(self._native.mesh_ended(self._address))
 
     def find_end(self, link: int) -> str:
         """Say why a link has ended. Empty if it is open."""

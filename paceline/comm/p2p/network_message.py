@@ -24,6 +24,7 @@ from paceline.comm.p2p.lent_memory import (
 )
 from paceline.comm.p2p.mesh import ArrivedMessage, give_back
 from paceline.comm.p2p.pair_message import LONGEST, PairMessage, unpack_header
+from paceline.comm.shm.window_messages import is_plain
 from paceline.comm.wire_format import MalformedMessage
 from paceline.state.snapshot import view_cpu_bytes
 
@@ -42,19 +43,25 @@ class OutgoingMessage(NamedTuple):
 
 def make_message(header: bytes, tensors: Sequence[Tensor]) -> OutgoingMessage:
     """Make a message. Tensors are copied only if their bytes can't be sent from where they are."""
-    start = ctypes.create_string_buffer(LENGTH.pack(len(header)) + header)
-    at = LENGTH.size + len(header)
-    pieces, memory = [(ctypes.addressof(start), at)], list[object]([start])
+    start = LENGTH.pack(len(header)) + header
+    at = len(start)
+    # A ctypes view of bytes, which are never written to, costs less than a copy.
+    pieces, memory = [(_address_of_bytes(start), at)], list[object]([start])
     for x in tensors:
-        view = view_cpu_bytes(x)
-        gap = -at % LINE
+        if not (x.device.type == "cpu" and is_plain(x)):
+            x = view_cpu_bytes(x)
+        nbytes, gap = x.nbytes, -at % LINE
         if gap:
             pieces.append((_FILL_ADDRESS, gap))
-        if view.numel():
-            pieces.append((view.data_ptr(), view.numel()))
-            memory.append(view)
-        at += gap + view.numel()
+        if nbytes:
+            pieces.append((x.data_ptr(), nbytes))
+            memory.append(x)
+        at += gap + nbytes
     return OutgoingMessage(pieces, at, memory)
+
+
+def _address_of_bytes(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def read_message(arrived: ArrivedMessage) -> tuple[int, PairMessage]:
@@ -70,7 +77,7 @@ def read_message(arrived: ArrivedMessage) -> tuple[int, PairMessage]:
     header_length = LENGTH.unpack_from(memory)[0] if nbytes >= LENGTH.size else LONGEST + 1
     if header_length > min(LONGEST, nbytes - LENGTH.size):
         raise MalformedMessage("the bytes received are no message")
-    header = unpack_header(memory[LENGTH.size : LENGTH.size + header_length])
+    header = unpack_header(ctypes.string_at(address + LENGTH.size, header_length))
     layout = header.layout
     places, total = lay_out_tensors(LENGTH.size + header_length, layout.lengths)
     if total != nbytes:

@@ -67,7 +67,7 @@ def pack_header(lane: int, head: Mapping[str, Any], tensors: Sequence[Tensor]) -
                 "send dense tensors that have values"
             )
     try:
-        json_head = _encode(head).encode()
+        json_head = b"{}" if head == {} else _encode(head).encode()
     except (TypeError, ValueError, RecursionError) as error:
         text = (
             f"the head of a message is no JSON value ({error}): it holds numbers, text, lists and "
@@ -98,7 +98,9 @@ def unpack_header(text: bytes) -> PairHeader:
     """Read a header. Raises `MalformedMessage` if no worker can have written it."""
     try:
         lane, forms, json_head = text.split(b"\n", 2)
-        return PairHeader(int(lane), json.loads(json_head.decode()), _decode_forms(forms))
+        # Most heads are empty.
+        head = {} if json_head == b"{}" else json.loads(json_head.decode())
+        return PairHeader(int(lane), head, _decode_forms(forms))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise MalformedMessage(
             f"the header of a message makes no sense ({type(error).__name__}: {error})"

@@ -17,7 +17,7 @@ from paceline.comm.shm.segment import SMALL, Steps
 from paceline.comm.shm.shared_reductions import MISMATCH, SmallReduction, describe_small
 from paceline.comm.shm.shared_segment import empty_on_cpu
 from paceline.comm.shm.work_queue import QueuedWork, WorkQueue
-from paceline.native.functions import address_of, load_functions
+from paceline.native.functions import address_of
 
 ENTRIES = 4096  # calls that are remembered
 _NO_STEPS: Steps = (target for target in range(0))  # of an operation that C does

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cluster import store
 from paceline.cluster.store import Store
-from paceline.comm.native.control import FRAME, ControlLink, ControlNetwork
+from paceline.comm.native.control import ControlNetwork
 from paceline.comm.p2p import connection
 from paceline.errors import DeadlineExceeded, PlaceError, SecretError, ViewChanged, WorkerLost
 from tests.harness import strangers
@@ -112,35 +112,20 @@ def test_messages_of_one_key_keep_their_order(connected: Callable[[int], Ends]) 
         wrong.wait_within(PATIENCE)
 
 
-def test_what_the_network_does_not_take_is_written_by_a_thread(
+def test_what_the_network_does_not_take_is_sent_in_the_background(
     connected: Callable[[int], Ends],
 ) -> None:
     first, second = connected(2)
-    text = random.Random(1).randbytes(24 << 20)
-    sent = first.start_exchange(3, 0, [(1, text)], [])
-    first.write_in_background()
-    place = bytearray(len(text))
-    # nobody waits on the first
-    assert second.start_exchange(3, 0, [], [0], [memoryview(place)]).wait_within(PATIENCE)
-    assert place == text and sent.wait_within(PATIENCE) and not first.unsent_ranks
-
-
-def test_a_thread_that_looks_at_the_connections_learns_that_there_is_more_to_send(
-    connected: Callable[[int], Ends],
-) -> None:
-    first, second = connected(2)
-    text, place = bytes(24 << 20), bytearray(24 << 20)
+    text = bytearray(random.Random(1).randbytes(24 << 20))
+    wanted, place = bytes(text), bytearray(len(text))
     waiting = first.start_exchange(1, 0, [], [1])
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(waiting.wait_within, 10 * PATIENCE)
-        while not first._polling:
-            time.sleep(0.001)
-        # more than the network takes; the thread above has to write the rest
-        sent = first.start_exchange(3, 0, [(1, text)], [])
-        assert pool.submit(
-            second.start_exchange(3, 0, [], [0], [memoryview(place)]).wait_within, PATIENCE
-        ).result()
-        assert sent.wait_within(PATIENCE) and not heard.done()
+        sent = first.start_exchange(3, 0, [(1, memoryview(text))], [])
+        text[:] = bytes(len(text))  # it may be written to again
+        # No thread waits for `sent`.
+        assert second.start_exchange(3, 0, [], [0], [memoryview(place)]).wait_within(PATIENCE)
+        assert place == wanted and sent.wait_within(PATIENCE) and not heard.done()
         second.start_exchange(1, 0, [(0, b"end")], [])
         assert heard.result()
 
@@ -186,7 +171,7 @@ def test_threads_wait_at_a_time_and_none_holds_the_other_up(
     for thread in threads:
         thread.join(PATIENCE)
     assert heard == ["done"] * 12
-    assert not any(end._early or end._awaited or end.unsent_ranks for end in ends)
+    assert not any(end._early or end._awaited for end in ends)
 
 
 def test_what_was_told_before_the_end_still_counts(connected: Callable[[int], Ends]) -> None:
@@ -208,31 +193,9 @@ def test_a_thread_that_waits_learns_of_the_end_at_once(connected: Callable[[int]
     waiting = first.gather_payloads(1, 0, b"a")
     with ThreadPoolExecutor(1) as pool:
         caught = pool.submit(waiting.wait_within, PATIENCE)
-        second.links[0].connection.shutdown(socket.SHUT_RDWR)
-        with pytest.raises(RuntimeError, match="rank 11 has ended: it has hung up"):
+        second.mesh.close()
+        with pytest.raises(RuntimeError, match="rank 11 has ended: it has closed its end"):
             caught.result(PATIENCE / 2)
-
-
-def test_a_frame_may_come_in_any_pieces() -> None:
-    here, there = socket.socketpair()
-    link, frames = ControlLink(here, 1), [(1, 0, b"one"), (2, 7, b""), (1, 1, b"x" * 1000)]
-    text, came = (
-        b"".join(
-            FRAME.pack(len(payload), channel, number) + payload
-            for channel, number, payload in frames
-        ),
-        [],
-    )
-    chance = random.Random(1)
-    while text:
-        piece = chance.randint(1, 40)
-        there.sendall(text[:piece])
-        text = text[piece:]
-        came += link.receive()
-    assert came == frames and link.receive() == [] and not link.ended
-    there.close()
-    assert link.receive() == [] and link.ended == "it has hung up"
-    here.close()
 
 
 class TestConnecting:
