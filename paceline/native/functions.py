@@ -69,7 +69,7 @@ _SHORT: _Signatures = {
     "load": (c_int64, [c_void_p]),
     "store": (None, [c_void_p, c_int64]),
     "futex_wake": (None, [c_void_p]),
-    "mesh_open": (c_void_p, []),
+    "mesh_open": (c_void_p, [c_int]),
     "mesh_add": (c_int64, [c_void_p, c_int, c_int64]),
     "mesh_state": (c_int, [c_void_p, c_int64]),
     "mesh_ended": (c_int, [c_void_p]),

@@ -1,9 +1,10 @@
 /* Threads that move messages between sockets and memory. See mesh.h.
 
-   Callers write small messages to the socket themselves, if nothing waits in front of them. All
-   else is done by whoever sleeps in epoll_wait: the thread of the mesh, and at most one caller that
-   waits for a change, the leader, which so hears of its message without a switch between threads.
-   epoll tells one thread of an event (EPOLLONESHOT), which arms the link again afterwards.
+   Callers write messages to the socket themselves, if nothing waits in front of them; the thread of
+   the mesh writes the rest. Of the callers that wait for a change, one reads all sockets, the
+   leader, which so hears of its message without a switch between threads. In an eager mesh the
+   thread reads, too: nothing stays in the sockets, and senders are never held up. Then epoll tells
+   one of the two of an event (EPOLLONESHOT), which arms the link again afterwards.
 
    Locks, taken in this order: `link->reading` is held by the thread that reads a link;
    `link->lock` guards its messages to send and its state; `mesh->lock` guards the list of links,
@@ -94,7 +95,9 @@ typedef struct pl_link {
 struct pl_mesh {
   pthread_mutex_t lock;
   pthread_t thread;
-  int poller, bell; /* epoll, and the eventfd that wakes threads in it */
+  int eager;
+  int readers, bell; /* epoll of the leader, and the eventfd that wakes it */
+  int writers, stop; /* epoll of the thread, and the eventfd that ends it. Eager: as `readers` */
   _Atomic int closing, n_ended; /* whether it closes; links that have ended */
   _Atomic uint32_t changes;
   _Atomic int waiters, has_leader; /* threads that sleep until a change; whether one is in epoll */
@@ -152,9 +155,12 @@ static block *take_block(pl_mesh *mesh, int64_t nbytes) {
 
 static void close_descriptors(pl_mesh *mesh) {
   pthread_mutex_lock(&mesh->lock);
-  if (mesh->poller >= 0) close(mesh->poller);
-  if (mesh->bell >= 0) close(mesh->bell);
-  mesh->poller = mesh->bell = -1;
+  int *descriptors[] = {&mesh->readers, &mesh->bell, &mesh->stop, &mesh->writers};
+  if (mesh->eager) mesh->writers = -1;
+  for (int i = 0; i < 4; i++) {
+    if (*descriptors[i] >= 0) close(*descriptors[i]);
+    *descriptors[i] = -1;
+  }
   pthread_mutex_unlock(&mesh->lock);
 }
 
@@ -233,7 +239,8 @@ static void end_link(pl_mesh *mesh, pl_link *each, int state) {
   }
   drop_outgoing(each);
   pthread_mutex_unlock(&each->lock);
-  epoll_ctl(mesh->poller, EPOLL_CTL_DEL, each->descriptor, NULL);
+  epoll_ctl(mesh->readers, EPOLL_CTL_DEL, each->descriptor, NULL);
+  if (!mesh->eager) epoll_ctl(mesh->writers, EPOLL_CTL_DEL, each->descriptor, NULL);
   announce(mesh);
 }
 
@@ -243,9 +250,9 @@ static void end_link(pl_mesh *mesh, pl_link *each, int state) {
 static void arm(pl_mesh *mesh, pl_link *each) {
   each->wants_to_write = each->first != NULL;
   struct epoll_event event = {
-      .events = EPOLLIN | EPOLLONESHOT | (each->wants_to_write ? EPOLLOUT : 0),
+      .events = EPOLLONESHOT | (mesh->eager ? EPOLLIN : 0) | (each->wants_to_write ? EPOLLOUT : 0),
       .data.u64 = (uint64_t)each->number};
-  epoll_ctl(mesh->poller, EPOLL_CTL_MOD, each->descriptor, &event);
+  epoll_ctl(mesh->writers, EPOLL_CTL_MOD, each->descriptor, &event);
 }
 
 /* Write what the network takes, at most `most` bytes. Returns 0, or errno. Called with the lock. */
@@ -467,26 +474,12 @@ static void read_link(pl_mesh *mesh, pl_link *each) {
   else set_low_water(each);
 }
 
-/* Take the oldest message that has come over any link. Returns whether there was one. */
-int pl_mesh_take(pl_mesh *mesh, pl_arrival *arrival) {
-  pthread_mutex_lock(&mesh->lock);
-  block *oldest = mesh->arrived;
-  if (oldest) {
-    mesh->arrived = oldest->next;
-    if (!mesh->arrived) mesh->newest = NULL;
-  }
-  pthread_mutex_unlock(&mesh->lock);
-  if (!oldest) return 0;
-  *arrival = (pl_arrival){(char *)oldest + ALIGNMENT, oldest->nbytes, oldest->link};
-  return 1;
-}
-
 /* Give the memory of a message back. It may be called after the mesh was closed. */
 void pl_mesh_give_back(void *message) { release_block((block *)((char *)message - ALIGNMENT)); }
 
 /* ---- the threads that read and write */
 
-static const uint64_t BELL = UINT64_MAX;
+static const uint64_t BELL = UINT64_MAX, STOP = UINT64_MAX - 1;
 
 static int is_open(pl_link *each) {
   pthread_mutex_lock(&each->lock);
@@ -495,35 +488,74 @@ static int is_open(pl_link *each) {
   return state == PL_LINK_OPEN;
 }
 
+static void serve_link(pl_mesh *mesh, pl_link *each, uint32_t events) {
+  pthread_mutex_lock(&each->reading);
+  /* The link may have ended before, and its descriptor be that of another file by now. */
+  if (is_open(each) && events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read_link(mesh, each);
+  if (is_open(each) && events & EPOLLOUT) write_link(mesh, each);
+  pthread_mutex_lock(&each->lock);
+  if (each->state == PL_LINK_OPEN && (mesh->eager || events & EPOLLOUT)) arm(mesh, each);
+  pthread_mutex_unlock(&each->lock);
+  pthread_mutex_unlock(&each->reading);
+}
+
 /* Wait for events, at most `milliseconds` (-1: no limit), and serve the links that they tell of. */
-static void serve(pl_mesh *mesh, int milliseconds) {
+static void serve(pl_mesh *mesh, int epoll, int milliseconds) {
   struct epoll_event events[16];
-  int count = epoll_wait(mesh->poller, events, 16, milliseconds);
+  int count = epoll_wait(epoll, events, 16, milliseconds);
   for (int i = 0; i < count; i++) {
-    if (events[i].data.u64 == BELL) {
-      /* The bell is for the leader, if there is one: the thread of the mesh leaves it to ring, and
-         epoll tells the leader, too. While the mesh is closing, it rings for every thread. */
-      uint64_t rings;
+    uint64_t number = events[i].data.u64, rings;
+    if (number == BELL) {
+      /* It is for the leader. If the thread of an eager mesh hears it, epoll tells the leader, too,
+         as long as it rings. */
       if (!is_leader && atomic_load(&mesh->has_leader)) sched_yield();
-      else if (!atomic_load(&mesh->closing) && read(mesh->bell, &rings, sizeof rings) < 0) continue;
-      continue;
+      else if (read(mesh->bell, &rings, sizeof rings) < 0) continue;
+    } else if (number != STOP) {
+      serve_link(mesh, get_link(mesh, (int64_t)number), events[i].events);
     }
-    pl_link *each = get_link(mesh, (int64_t)events[i].data.u64);
-    pthread_mutex_lock(&each->reading);
-    /* The link may have ended before, and its descriptor be that of another file by now. */
-    if (is_open(each) && events[i].events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read_link(mesh, each);
-    if (is_open(each) && events[i].events & EPOLLOUT) write_link(mesh, each);
-    pthread_mutex_lock(&each->lock);
-    if (each->state == PL_LINK_OPEN) arm(mesh, each);
-    pthread_mutex_unlock(&each->lock);
-    pthread_mutex_unlock(&each->reading);
   }
 }
 
 static void *run(void *argument) {
   pl_mesh *mesh = argument;
-  while (!atomic_load(&mesh->closing)) serve(mesh, -1);
+  while (!atomic_load(&mesh->closing)) serve(mesh, mesh->writers, -1);
   return NULL;
+}
+
+/* Read the sockets for at most `milliseconds`, unless another caller does. Returns whether this one
+   did. Changes before this thread became the leader rang no bell for it: it stops if there are. */
+static int lead(pl_mesh *mesh, uint32_t seen, int milliseconds) {
+  int nobody = 0;
+  if (!atomic_compare_exchange_strong(&mesh->has_leader, &nobody, 1)) return 0;
+  is_leader = 1;
+  if (atomic_load(&mesh->changes) == seen && !atomic_load(&mesh->closing))
+    serve(mesh, mesh->readers, milliseconds);
+  is_leader = 0;
+  atomic_store(&mesh->has_leader, 0);
+  return 1;
+}
+
+static block *take_oldest(pl_mesh *mesh) {
+  pthread_mutex_lock(&mesh->lock);
+  block *oldest = mesh->arrived;
+  if (oldest) {
+    mesh->arrived = oldest->next;
+    if (!mesh->arrived) mesh->newest = NULL;
+  }
+  pthread_mutex_unlock(&mesh->lock);
+  return oldest;
+}
+
+/* Take the oldest message that has come over any link. Returns whether there was one. */
+int pl_mesh_take(pl_mesh *mesh, pl_arrival *arrival) {
+  block *oldest = take_oldest(mesh);
+  if (!oldest && !mesh->eager) {
+    lead(mesh, atomic_load(&mesh->changes), 0); /* it may lie in a socket */
+    oldest = take_oldest(mesh);
+  }
+  if (!oldest) return 0;
+  *arrival = (pl_arrival){(char *)oldest + ALIGNMENT, oldest->nbytes, oldest->link};
+  return 1;
 }
 
 /* ---- waiting for a change */
@@ -542,39 +574,40 @@ int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
     if (atomic_load(&mesh->changes) != seen) return PL_REACHED;
     int64_t left = begun + nanoseconds - pl_now();
     if (left <= 0 || atomic_load(&mesh->closing)) return PL_TIMEOUT;
-    int nobody = 0;
-    if (atomic_compare_exchange_strong(&mesh->has_leader, &nobody, 1)) {
-      is_leader = 1;
-      /* A change before this thread became the leader rang no bell for it. */
-      if (atomic_load(&mesh->changes) == seen && !atomic_load(&mesh->closing))
-        serve(mesh, (int)(left / 1000000) + 1);
-      is_leader = 0;
-      atomic_store(&mesh->has_leader, 0);
-    } else {
-      atomic_fetch_add(&mesh->waiters, 1);
-      if (atomic_load(&mesh->changes) == seen) pl_futex_wait((void *)&mesh->changes, seen, left);
-      atomic_fetch_sub(&mesh->waiters, 1);
-    }
+    if (lead(mesh, seen, (int)(left / 1000000) + 1)) continue;
+    atomic_fetch_add(&mesh->waiters, 1);
+    if (atomic_load(&mesh->changes) == seen) pl_futex_wait((void *)&mesh->changes, seen, left);
+    atomic_fetch_sub(&mesh->waiters, 1);
   }
 }
 
 /* ---- opening and closing */
 
-/* Make a mesh without links, and its thread. NULL if the system has no room, with errno. */
-pl_mesh *pl_mesh_open(void) {
+static int add_descriptor(int epoll, int descriptor, uint32_t events, uint64_t number) {
+  struct epoll_event event = {.events = events, .data.u64 = number};
+  return epoll_ctl(epoll, EPOLL_CTL_ADD, descriptor, &event);
+}
+
+/* Make a mesh without links, and its thread. NULL if the system has no room.
+
+   eager: Whether messages are read although no caller waits for one. */
+pl_mesh *pl_mesh_open(int eager) {
   pl_mesh *mesh = calloc(1, sizeof *mesh);
   if (!mesh) return NULL;
   mesh->lent = 1;
+  mesh->eager = eager;
   pthread_mutex_init(&mesh->lock, NULL);
-  mesh->poller = epoll_create1(EPOLL_CLOEXEC);
+  mesh->readers = epoll_create1(EPOLL_CLOEXEC);
+  mesh->writers = eager ? mesh->readers : epoll_create1(EPOLL_CLOEXEC);
   mesh->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  struct epoll_event event = {.events = EPOLLIN, .data.u64 = BELL};
+  mesh->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   /* Signals are for the threads of Python. */
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, &before);
-  int failed = mesh->poller < 0 || mesh->bell < 0 ||
-               epoll_ctl(mesh->poller, EPOLL_CTL_ADD, mesh->bell, &event) ||
+  int failed = mesh->readers < 0 || mesh->writers < 0 || mesh->bell < 0 || mesh->stop < 0 ||
+               add_descriptor(mesh->readers, mesh->bell, EPOLLIN, BELL) ||
+               add_descriptor(mesh->writers, mesh->stop, EPOLLIN, STOP) ||
                pthread_create(&mesh->thread, NULL, run, mesh);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (!failed) return mesh;
@@ -598,13 +631,18 @@ int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest) {
   int failed = atomic_load(&mesh->closing);
   pl_link **links =
       failed ? NULL : realloc(mesh->links, (size_t)(number + 1) * sizeof *links);
-  struct epoll_event event = {.events = EPOLLIN | EPOLLONESHOT, .data.u64 = (uint64_t)number};
   each->number = number;
   if (links) {
     mesh->links = links;
     mesh->links[number] = each;
   }
-  failed = failed || !links || epoll_ctl(mesh->poller, EPOLL_CTL_ADD, descriptor, &event);
+  uint64_t tag = (uint64_t)number;
+  if (mesh->eager)
+    failed = failed || !links ||
+             add_descriptor(mesh->readers, descriptor, EPOLLIN | EPOLLONESHOT, tag);
+  else
+    failed = failed || !links || add_descriptor(mesh->writers, descriptor, EPOLLONESHOT, tag) ||
+             add_descriptor(mesh->readers, descriptor, EPOLLIN, tag);
   if (!failed) mesh->n_links++;
   pthread_mutex_unlock(&mesh->lock);
   if (!failed) return number;
@@ -634,7 +672,8 @@ void pl_mesh_close(pl_mesh *mesh) {
   int64_t n_links = mesh->n_links; /* none is added any more */
   pthread_mutex_unlock(&mesh->lock);
   if (has_closed) return;
-  ring_bell(mesh);
+  uint64_t one = 1;
+  while (write(mesh->stop, &one, sizeof one) < 0 && errno == EINTR) continue;
   pthread_join(mesh->thread, NULL);
   for (int64_t i = 0; i < n_links; i++) {
     pl_link *each = mesh->links[i];
@@ -646,7 +685,7 @@ void pl_mesh_close(pl_mesh *mesh) {
     pthread_mutex_unlock(&each->reading);
   }
   announce(mesh);
-  /* The leader leaves, as the bell goes on ringing; later ones see that the mesh is closing. */
+  /* The leader leaves, as it hears the bell; later ones see that the mesh is closing. */
   while (atomic_load(&mesh->has_leader)) sched_yield();
   close_descriptors(mesh);
   pl_arrival message;

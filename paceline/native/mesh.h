@@ -1,7 +1,7 @@
 /* Framed messages between processes, over connected sockets, moved by a thread of C.
 
-   A link is one socket. Messages of a link arrive in the order in which they were sent. They are
-   read whether a caller waits for them or not, so a sender is never held up.
+   A link is one socket. Messages of a link arrive in the order in which they were sent. An eager
+   mesh reads them whether a caller waits for them or not, so a sender is never held up.
 
    frame   magic, version (4 bytes each), bytes of the message (8), zeros | message | zeros
            |<---------------------- 64 bytes ---------------------------->|
@@ -35,7 +35,7 @@ enum { PL_SENT = 0, PL_NOT_SENT = -1 };
 
 typedef struct pl_mesh pl_mesh;
 
-PL_EXPORT pl_mesh *pl_mesh_open(void);
+PL_EXPORT pl_mesh *pl_mesh_open(int eager);
 PL_EXPORT void pl_mesh_close(pl_mesh *mesh);
 PL_EXPORT void pl_mesh_free(pl_mesh *mesh);
 PL_EXPORT int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest);

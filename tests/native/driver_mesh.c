@@ -9,11 +9,12 @@
 
 enum { LINKS = 3, MESSAGES = 150, MOST_PIECES = 100, LARGEST = 1 << 20 };
 
+static int eager; /* whether meshes are */
 static pl_mesh *left, *right; /* links go from left to right */
 
 static void connect_links(int64_t n_links) {
-  left = pl_mesh_open();
-  right = pl_mesh_open();
+  left = pl_mesh_open(eager);
+  right = pl_mesh_open(eager);
   CHECK(left && right);
   for (int64_t i = 0; i < n_links; i++) {
     int pair[2];
@@ -149,7 +150,7 @@ static void *wait_for_close(void *changes) {
 static void close_while_sending(void) {
   int pair[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-  left = pl_mesh_open();
+  left = pl_mesh_open(eager);
   CHECK(pl_mesh_add(left, pair[0], LARGEST) == 0);
   char *message = allocate(8 * LARGEST);
   memset(message, 1, 8 * LARGEST);
@@ -173,7 +174,7 @@ static void close_while_sending(void) {
 static void read_wrong_bytes(const void *bytes, size_t nbytes, int state) {
   int pair[2];
   CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, pair) == 0);
-  right = pl_mesh_open();
+  right = pl_mesh_open(eager);
   CHECK(pl_mesh_add(right, pair[1], LARGEST) == 0);
   CHECK(write(pair[0], bytes, nbytes) == (ssize_t)nbytes);
   close(pair[0]);
@@ -203,9 +204,13 @@ static void read_wrong_frames(void) {
 }
 
 int main(void) {
-  exchange_messages();
-  end_in_good_order();
-  close_while_sending();
-  read_wrong_frames();
+  for (eager = 0; eager < 2; eager++) {
+    n_taken = 0;
+    memset(next_message, 0, sizeof next_message);
+    exchange_messages();
+    end_in_good_order();
+    close_while_sending();
+    read_wrong_frames();
+  }
   return 0;
 }

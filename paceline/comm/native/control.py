@@ -140,7 +140,7 @@ class ControlNetwork:
 
     def __init__(self, address: str, rank: int, names: Sequence[int]) -> None:
         self.rank, self.size, self.names = rank, len(names), tuple(names)
-        self.mesh = Mesh()
+        self.mesh = Mesh(eager=False)
         self.links: dict[int, int] = {}  # by rank
         self._ranks: dict[int, int] = {}  # by link
         try:

@@ -38,11 +38,15 @@ class Mesh:
     A link is a number. `changes` counts messages that came or were sent, and links that ended: a
     thread reads it, looks for its message, and calls `wait_for_change` with it if the message is
     not there.
+
+    Args:
+        eager: Whether messages are read although no thread waits for one. If not, senders are held
+            up by messages that no thread takes, and small messages cost half as much.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, eager: bool) -> None:
         self._native = load_functions()
-        self._address = self._native.mesh_open()
+        self._address = self._native.mesh_open(eager)
         if not self._address:
             raise ResourceError("the system has no room for another thread or epoll descriptor")
         # The memory must outlive every call: threads that wait hold a reference to this object.

@@ -267,7 +267,7 @@ class PairNetwork:
     ) -> None:
         self.rank, self.inbox, self.deadline, self._busy = rank, inbox, deadline, busy
         self.closed = False
-        self.mesh = Mesh()
+        self.mesh = Mesh(eager=True)
         self._looking = threading.Lock()  # lets one thread take messages at a time
         self._ways_in: dict[int, NetworkWay] = {}  # by the link over which messages come
         self.ways: dict[int, NetworkWay] = {}

@@ -194,7 +194,7 @@ def test_a_thread_that_waits_learns_of_the_end_at_once(connected: Callable[[int]
     with ThreadPoolExecutor(1) as pool:
         caught = pool.submit(waiting.wait_within, PATIENCE)
         second.mesh.close()
-        with pytest.raises(RuntimeError, match="rank 11 has ended: it has closed its end"):
+        with pytest.raises(RuntimeError, match="rank 11 has ended: "):
             caught.result(PATIENCE / 2)
 
 

@@ -24,9 +24,9 @@ from tests.harness.jobs import PATIENCE, wait_for
 MAGIC, VERSION = 0x50434C31, 1
 
 
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    made = Mesh()
+@pytest.fixture(params=[True, False], ids=["eager", "lazy"])
+def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
+    made = Mesh(eager=request.param)
     yield made
     made.close()
 
@@ -138,9 +138,12 @@ def test_a_link_ends_with_a_reason(mesh: Mesh, said: bytes, reason: str) -> None
     into = mesh.add_link(there)
     here.sendall(said)
     here.shutdown(socket.SHUT_WR)
-    wait_for(lambda: bool(mesh.find_end(into)))
+    came = None
+    while not mesh.find_end(into):
+        seen, came = mesh.changes, came or mesh.take_message()
+        mesh.wait_for_change(seen, 1.0)
     assert reason in mesh.find_end(into)
-    came = mesh.take_message()
+    came = came or mesh.take_message()
     assert (came is not None) == (said == frame(b"abc"))
     assert mesh.send(into, [], 0) == NOT_SENT
 
@@ -155,10 +158,14 @@ def test_random_bytes_never_break_the_reader(mesh: Mesh) -> None:
             stream[dice.randrange(len(stream))] = dice.randrange(256)
         here.sendall(stream)
         here.close()
-        wait_for(lambda link=into: bool(mesh.find_end(link)))  # type: ignore[misc]
-        while (came := mesh.take_message()) is not None:
-            assert came.nbytes <= len(stream)
-            give_back(came.address)
+        while True:
+            seen, has_ended = mesh.changes, bool(mesh.find_end(into))
+            while (came := mesh.take_message()) is not None:
+                assert came.nbytes <= len(stream)
+                give_back(came.address)
+            if has_ended:
+                break
+            mesh.wait_for_change(seen, 1.0)
 
 
 def test_memory_is_used_again_and_outlives_the_mesh(mesh: Mesh) -> None:
@@ -250,7 +257,7 @@ def test_many_threads_wait_for_messages_of_many_links(mesh: Mesh) -> None:
 
 def through_bytes(message: Any) -> ArrivedMessage:
     """Bring a message into memory of a mesh."""
-    mesh, (here, there) = Mesh(), connect()
+    mesh, (here, there) = Mesh(eager=True), connect()
     out, _ = mesh.add_link(here), mesh.add_link(there)
     mesh.send(out, message.pieces, 0)
     arrived: list[Any] = []
@@ -288,7 +295,7 @@ def test_tensors_come_as_they_were_sent(count: int) -> None:
 )
 def test_a_message_that_describes_itself_wrongly_is_refused(said: bytes) -> None:
     here, there = connect()
-    mesh = Mesh()
+    mesh = Mesh(eager=True)
     mesh.add_link(there)
     here.sendall(frame(said))
     arrived: list[Any] = []
