@@ -32,7 +32,7 @@ from paceline.comm.p2p.connection import (
     admit_sender,
     call_worker,
 )
-from paceline.comm.p2p.mesh import NOT_SENT, SENT, ArrivedMessage, Mesh, give_back
+from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh, give_back
 from paceline.errors import DeadlineExceeded, PlaceError
 
 HEAD = struct.Struct("<BQ55x")  # channel and key; a whole cache line, so that payloads are aligned
@@ -62,7 +62,7 @@ class ControlExchange:
         self._owners = owners
 
     def note_sent(self, rank: int, number: int) -> None:
-        """Note what `Mesh.send` has returned for the message to a rank."""
+        """Note what `SocketMesh.send` has returned for the message to a rank."""
         if number == NOT_SENT:
             self._unreached.add(rank)
         elif number != SENT:
@@ -140,7 +140,7 @@ class ControlNetwork:
 
     def __init__(self, address: str, rank: int, names: Sequence[int]) -> None:
         self.rank, self.size, self.names = rank, len(names), tuple(names)
-        self.mesh = Mesh(eager=False)
+        self.mesh = SocketMesh(eager=False)
         self.links: dict[int, int] = {}  # by rank
         self._ranks: dict[int, int] = {}  # by link
         try:

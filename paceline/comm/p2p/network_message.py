@@ -22,8 +22,8 @@ from paceline.comm.p2p.lent_memory import (
     lend_buffer,
     view_tensor,
 )
-from paceline.comm.p2p.mesh import ArrivedMessage, give_back
 from paceline.comm.p2p.pair_message import LONGEST, PairMessage, unpack_header
+from paceline.comm.p2p.socket_mesh import ArrivedMessage, give_back
 from paceline.comm.shm.window_messages import is_plain
 from paceline.comm.wire_format import MalformedMessage
 from paceline.state.snapshot import view_cpu_bytes

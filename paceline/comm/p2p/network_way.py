@@ -30,9 +30,9 @@ from paceline.comm.p2p.connection import (
     call_worker,
     cut_connection,
 )
-from paceline.comm.p2p.mesh import NOT_SENT, SENT, ArrivedMessage, Mesh
 from paceline.comm.p2p.network_message import OutgoingMessage, make_message, read_message
 from paceline.comm.p2p.pair_inbox import SLICE, TICK, PairInbox, ReceiveWork
+from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceError, ViewChanged, WorkerLost
 
 INLINE = 1 << 18  # bytes of a message up to which its sender tries to write it itself
@@ -46,7 +46,7 @@ class _Outgoing:
     def __init__(self, way: NetworkWay, message: OutgoingMessage, what: str) -> None:
         self._way, self._what = way, what
         self.message: OutgoingMessage | None = message  # None once nothing reads it any more
-        # What `Mesh.send` has returned. None while there is no link.
+        # What `SocketMesh.send` has returned. None while there is no link.
         self.number: int | None = None
         self.error: PacelineError | None = None
 
@@ -267,7 +267,7 @@ class PairNetwork:
     ) -> None:
         self.rank, self.inbox, self.deadline, self._busy = rank, inbox, deadline, busy
         self.closed = False
-        self.mesh = Mesh(eager=True)
+        self.mesh = SocketMesh(eager=True)
         self._looking = threading.Lock()  # lets one thread take messages at a time
         self._ways_in: dict[int, NetworkWay] = {}  # by the link over which messages come
         self.ways: dict[int, NetworkWay] = {}

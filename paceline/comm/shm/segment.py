@@ -279,8 +279,7 @@ class ControlSegment:
 
         Payloads are not compared.
         """
-        call_number = self.watch.made.get("agree", 0)
-        self.watch.made["agree"] = call_number + 1
+        call_number = self.watch.count_call("agree")
         mark = self.hash_call(call)
         try:
             answers, marks = self._swap_mail(payload, mark, call, call_number)
@@ -320,7 +319,7 @@ class ControlSegment:
             started = time.perf_counter()
             # Most waits end here, before the first look at deadlines and at the other ranks.
             came = self.watch.broken is None and self.wait(AGREEMENTS, turn, BRIEF)
-            self.watch.waited += time.perf_counter() - started
+            self.watch.add_wait(started)
             if not came:
                 self.watch.wait_until_ready(self._make_condition(turn, call, call_number))
             self._native.read_mail_heads(self.pointer, turn, heads, heads + 8 * self.size)

@@ -97,6 +97,16 @@ class RankWaiter:
         self._pidfds: dict[int, int] = {}  # ranks by descriptors of their processes
         set_fine_timer()
 
+    def count_call(self, channel: str) -> int:
+        """Count a call of this rank, and return its number on the channel, from 0 on."""
+        number = self.made.get(channel, 0)
+        self.made[channel] = number + 1
+        return number
+
+    def add_wait(self, started: float) -> None:
+        """Count the time since `started` (time.perf_counter()) as spent waiting."""
+        self.waited += time.perf_counter() - started
+
     def watch_processes(self, pids: Mapping[int, int]) -> None:
         """Watch the processes of the other ranks, so that their deaths are seen from now on."""
         for rank, pid in pids.items():
@@ -169,7 +179,7 @@ class RankWaiter:
                 short, long = (NAP, LONG_NAP) if self.busy() else (REST, LONG_REST)
                 awaited.wait(short if since < LONG else long)
         finally:
-            self.waited += time.perf_counter() - started
+            self.add_wait(started)
             if self._has_note:  # it waits no more
                 self._write_note(None)
 

@@ -110,8 +110,7 @@ class WorkQueue:
             work.steps.close()
             raise watch.broken
         with self._lock:
-            work.number = watch.made.get(CHANNEL, 0)
-            watch.made[CHANNEL] = work.number + 1
+            work.number = watch.count_call(CHANNEL)
             self._pending.append(work)
             if not self._is_advancing and not (len(self._pending) == 1 and work.begin()):
                 self._advance_oldest()
@@ -184,7 +183,7 @@ class WorkQueue:
             return True
         finally:
             self._lock.release()
-            watch.waited += time.perf_counter() - started
+            watch.add_wait(started)
             if self._pending:
                 self.advance_all()
 
@@ -195,7 +194,7 @@ class WorkQueue:
         watch = self.segment.watch
         started = time.perf_counter()
         self._wait_for_head(BRIEF)
-        watch.waited += time.perf_counter() - started
+        watch.add_wait(started)
         self.advance_all()
         if pending.ended:
             return

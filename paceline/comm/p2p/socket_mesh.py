@@ -14,7 +14,7 @@ from paceline.errors import ResourceError
 from paceline.native.functions import address_of, load_functions
 
 OPEN, ENDED, MALFORMED = 0, -1, -2  # states of a link; positive ones are values of errno
-SENT, NOT_SENT = 0, -1  # results of `Mesh.send` besides the number of a message
+SENT, NOT_SENT = 0, -1  # results of `SocketMesh.send` besides the number of a message
 LARGEST = 1 << 44  # bytes of the largest message
 
 
@@ -32,7 +32,7 @@ class ArrivedMessage(NamedTuple):
     link: int
 
 
-class Mesh:
+class SocketMesh:
     """The links of one process, each a socket, and the thread that serves them. For any thread.
 
     A link is a number. `changes` counts messages that came or were sent, and links that ended: a

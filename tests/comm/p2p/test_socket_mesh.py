@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.p2p.mesh import NOT_SENT, SENT, ArrivedMessage, Mesh, give_back
 from paceline.comm.p2p.network_message import make_message, read_message
 from paceline.comm.p2p.pair_message import pack_header
+from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh, give_back
 from paceline.comm.wire_format import MalformedMessage
 from paceline.errors import ResourceError
 from tests.harness.jobs import PATIENCE, wait_for
@@ -25,8 +25,8 @@ MAGIC, VERSION = 0x50434C31, 1
 
 
 @pytest.fixture(params=[True, False], ids=["eager", "lazy"])
-def mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
-    made = Mesh(eager=request.param)
+def mesh(request: pytest.FixtureRequest) -> Iterator[SocketMesh]:
+    made = SocketMesh(eager=request.param)
     yield made
     made.close()
 
@@ -51,7 +51,7 @@ def piece(data: Any) -> tuple[int, int]:
     return ctypes.addressof(data), len(data)
 
 
-def next_message(mesh: Mesh, link: int) -> bytes:
+def next_message(mesh: SocketMesh, link: int) -> bytes:
     """Wait for the next message, and give its memory back."""
     end = time.monotonic() + PATIENCE
     while True:
@@ -68,7 +68,7 @@ def next_message(mesh: Mesh, link: int) -> bytes:
 
 
 @pytest.mark.parametrize("at_once", [0, 1 << 18])
-def test_messages_come_as_they_were_sent(mesh: Mesh, at_once: int) -> None:
+def test_messages_come_as_they_were_sent(mesh: SocketMesh, at_once: int) -> None:
     dice = random.Random(3)
     one, other = connect()
     out, into = mesh.add_link(one), mesh.add_link(other)
@@ -85,7 +85,7 @@ def test_messages_come_as_they_were_sent(mesh: Mesh, at_once: int) -> None:
     assert mesh.count_sent(out) == len(lengths)
 
 
-def test_many_pieces_are_sent_in_order(mesh: Mesh) -> None:
+def test_many_pieces_are_sent_in_order(mesh: SocketMesh) -> None:
     one, other = connect()
     out, into = mesh.add_link(one), mesh.add_link(other)
     data = ctypes.create_string_buffer(random.Random(1).randbytes(999))
@@ -93,7 +93,7 @@ def test_many_pieces_are_sent_in_order(mesh: Mesh) -> None:
     assert next_message(mesh, into) == data.raw[:999]
 
 
-def test_a_sender_is_not_held_up_and_a_wait_for_it_ends(mesh: Mesh) -> None:
+def test_a_sender_is_not_held_up_and_a_wait_for_it_ends(mesh: SocketMesh) -> None:
     one, other = connect()
     out = mesh.add_link(one)
     data = ctypes.create_string_buffer(1 << 24)
@@ -108,7 +108,7 @@ def test_a_sender_is_not_held_up_and_a_wait_for_it_ends(mesh: Mesh) -> None:
     assert not reader.is_alive()
 
 
-def test_frames_may_come_in_any_pieces(mesh: Mesh) -> None:
+def test_frames_may_come_in_any_pieces(mesh: SocketMesh) -> None:
     dice = random.Random(5)
     here, there = connect()
     into = mesh.add_link(there)
@@ -133,7 +133,7 @@ def test_frames_may_come_in_any_pieces(mesh: Mesh) -> None:
         (head(1 << 60), "no message"),
     ],
 )
-def test_a_link_ends_with_a_reason(mesh: Mesh, said: bytes, reason: str) -> None:
+def test_a_link_ends_with_a_reason(mesh: SocketMesh, said: bytes, reason: str) -> None:
     here, there = connect()
     into = mesh.add_link(there)
     here.sendall(said)
@@ -148,7 +148,7 @@ def test_a_link_ends_with_a_reason(mesh: Mesh, said: bytes, reason: str) -> None
     assert mesh.send(into, [], 0) == NOT_SENT
 
 
-def test_random_bytes_never_break_the_reader(mesh: Mesh) -> None:
+def test_random_bytes_never_break_the_reader(mesh: SocketMesh) -> None:
     dice = random.Random(7)
     for _ in range(200):
         here, there = connect()
@@ -168,7 +168,7 @@ def test_random_bytes_never_break_the_reader(mesh: Mesh) -> None:
             mesh.wait_for_change(seen, 1.0)
 
 
-def test_memory_is_used_again_and_outlives_the_mesh(mesh: Mesh) -> None:
+def test_memory_is_used_again_and_outlives_the_mesh(mesh: SocketMesh) -> None:
     here, there = connect()
     mesh.add_link(there)
 
@@ -188,7 +188,7 @@ def test_memory_is_used_again_and_outlives_the_mesh(mesh: Mesh) -> None:
     give_back(first.address)
 
 
-def test_a_rest_is_copied(mesh: Mesh) -> None:
+def test_a_rest_is_copied(mesh: SocketMesh) -> None:
     one, other = connect()
     out, into = mesh.add_link(one), mesh.add_link(other)
     data = ctypes.create_string_buffer(random.Random(2).randbytes(1 << 24))
@@ -198,7 +198,7 @@ def test_a_rest_is_copied(mesh: Mesh) -> None:
     assert next_message(mesh, into) == wanted
 
 
-def test_the_end_of_a_mesh_ends_waits(mesh: Mesh) -> None:
+def test_the_end_of_a_mesh_ends_waits(mesh: SocketMesh) -> None:
     one, other = connect()
     out = mesh.add_link(one)
     data = ctypes.create_string_buffer(1 << 24)
@@ -220,7 +220,7 @@ def test_the_end_of_a_mesh_ends_waits(mesh: Mesh) -> None:
         mesh.add_link(other)
 
 
-def test_many_threads_wait_for_messages_of_many_links(mesh: Mesh) -> None:
+def test_many_threads_wait_for_messages_of_many_links(mesh: SocketMesh) -> None:
     """Each thread answers one link; together they take every message once."""
     ends = [connect() for _ in range(4)]
     links = [(mesh.add_link(one), mesh.add_link(other)) for one, other in ends]
@@ -257,7 +257,7 @@ def test_many_threads_wait_for_messages_of_many_links(mesh: Mesh) -> None:
 
 def through_bytes(message: Any) -> ArrivedMessage:
     """Bring a message into memory of a mesh."""
-    mesh, (here, there) = Mesh(eager=True), connect()
+    mesh, (here, there) = SocketMesh(eager=True), connect()
     out, _ = mesh.add_link(here), mesh.add_link(there)
     mesh.send(out, message.pieces, 0)
     arrived: list[Any] = []
@@ -295,7 +295,7 @@ def test_tensors_come_as_they_were_sent(count: int) -> None:
 )
 def test_a_message_that_describes_itself_wrongly_is_refused(said: bytes) -> None:
     here, there = connect()
-    mesh = Mesh(eager=True)
+    mesh = SocketMesh(eager=True)
     mesh.add_link(there)
     here.sendall(frame(said))
     arrived: list[Any] = []
