@@ -38,6 +38,7 @@ enum {
   WIRE_VERSION = 1,        /* the second one */
   HEAD = 64,               /* bytes before a message */
   ALIGNMENT = 64,          /* of a message in memory and in the stream */
+  BLOCK_HEAD = 128,        /* bytes before a message in memory */
   LOOKAHEAD = 16 << 10,    /* bytes that are read at once while no long message is under way */
   BATCH = 256 << 10,       /* bytes of a long message that are worth a read */
   SMALLEST = 4 << 10,      /* bytes of the smallest block */
@@ -48,24 +49,37 @@ enum {
 static _Thread_local int is_leader;
 static const int64_t KEPT = (int64_t)256 << 20; /* bytes of free memory that a mesh keeps */
 
-/* Memory of a message. The message begins ALIGNMENT bytes after it. */
+/* Memory of a message. The message begins BLOCK_HEAD bytes after it. */
 typedef struct block {
   pl_mesh *mesh;
   struct block *next;
   int64_t room;   /* bytes after this header */
   int64_t nbytes; /* of the message */
-  int64_t link;
+  int64_t link, channel, key;
+  char *landing;  /* where the message goes, if it was expected; else NULL: into this block */
+  int is_claimed; /* whether a caller has expected it, before or after its head had come */
+  int is_counted; /* whether it counts among `n_expected` */
   int size_class;
 } block;
+_Static_assert(sizeof(block) <= BLOCK_HEAD, "the head of a block is too long");
 
-/* The head of a frame. Both sides have the same byte order: Python refuses other machines. */
+/* A message that is expected. */
+typedef struct landing {
+  struct landing *next;
+  int64_t channel, key, nbytes;
+  char *address;
+} landing;
+
+/* The head of a frame, in the byte order of the machine: torch runs on machines of one order. */
 typedef struct frame_head {
   uint32_t magic, version;
-  int64_t nbytes;
-  char zeros[HEAD - 16];
+  int64_t nbytes, channel, key;
+  char zeros[HEAD - 32];
 } frame_head;
 
 static const char ZEROS[ALIGNMENT];
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct outgoing {
   struct outgoing *next;
@@ -82,9 +96,10 @@ typedef struct pl_link {
   int64_t number;
   int64_t largest;        /* bytes of the largest message that may come */
   outgoing *first, *last; /* messages that are not sent yet */
+  landing *expected, *last_expected; /* messages that have not begun to come */
   int64_t posted, sent;   /* messages */
   int wants_to_write;     /* whether epoll tells when there is room */
-  /* From here on: for the thread that holds `reading`. */
+  /* From here on: for the thread that holds `reading`; it sets `part` with `lock` as well. */
   block *part;            /* the message under way; NULL while its head is awaited */
   int64_t received;       /* bytes of it */
   int low_water;          /* bytes that must be there before epoll tells of them */
@@ -97,8 +112,9 @@ struct pl_mesh {
   pthread_t thread;
   int eager;
   int readers, bell; /* epoll of the leader, and the eventfd that wakes it */
-  int writers, stop; /* epoll of the thread, and the eventfd that ends it. Eager: as `readers` */
+  int writers, kick; /* epoll of the thread (eager: that of `readers`), and what wakes it */
   _Atomic int closing, n_ended; /* whether it closes; links that have ended */
+  _Atomic int n_expected; /* messages: until they have come, the thread of a lazy mesh reads, too */
   _Atomic uint32_t changes;
   _Atomic int waiters, has_leader; /* threads that sleep until a change; whether one is in epoll */
   pl_link **links;
@@ -136,7 +152,7 @@ static block *take_block(pl_mesh *mesh, int64_t nbytes) {
   pthread_mutex_unlock(&mesh->lock);
   if (!found) {
     void *memory = NULL;
-    if (posix_memalign(&memory, ALIGNMENT, (size_t)(ALIGNMENT + room))) memory = NULL;
+    if (posix_memalign(&memory, ALIGNMENT, (size_t)(BLOCK_HEAD + room))) memory = NULL;
     found = memory;
     if (!found) {
       pthread_mutex_lock(&mesh->lock);
@@ -150,12 +166,14 @@ static block *take_block(pl_mesh *mesh, int64_t nbytes) {
   }
   found->next = NULL;
   found->nbytes = nbytes;
+  found->landing = NULL;
+  found->is_claimed = found->is_counted = 0;
   return found;
 }
 
 static void close_descriptors(pl_mesh *mesh) {
   pthread_mutex_lock(&mesh->lock);
-  int *descriptors[] = {&mesh->readers, &mesh->bell, &mesh->stop, &mesh->writers};
+  int *descriptors[] = {&mesh->readers, &mesh->bell, &mesh->kick, &mesh->writers};
   if (mesh->eager) mesh->writers = -1;
   for (int i = 0; i < 4; i++) {
     if (*descriptors[i] >= 0) close(*descriptors[i]);
@@ -199,10 +217,11 @@ static void release_block(block *used) {
 
 /* ---- waking */
 
-static void ring_bell(pl_mesh *mesh) {
+/* Wake the threads that wait for an eventfd, which another thread may be closing. */
+static void ring(pl_mesh *mesh, const int *bell) {
   uint64_t one = 1;
-  pthread_mutex_lock(&mesh->lock); /* it may be closed by another thread */
-  while (mesh->bell >= 0 && write(mesh->bell, &one, sizeof one) < 0 && errno == EINTR) continue;
+  pthread_mutex_lock(&mesh->lock);
+  while (*bell >= 0 && write(*bell, &one, sizeof one) < 0 && errno == EINTR) continue;
   pthread_mutex_unlock(&mesh->lock);
 }
 
@@ -210,7 +229,7 @@ static void ring_bell(pl_mesh *mesh) {
 static void announce(pl_mesh *mesh) {
   atomic_fetch_add(&mesh->changes, 1);
   if (atomic_load(&mesh->waiters)) pl_futex_wake((void *)&mesh->changes);
-  if (!is_leader && atomic_load(&mesh->has_leader)) ring_bell(mesh);
+  if (!is_leader && atomic_load(&mesh->has_leader)) ring(mesh, &mesh->bell);
 }
 
 /* The bytes that a message takes in the stream. */
@@ -221,13 +240,26 @@ static void free_outgoing(outgoing *message) {
   free(message);
 }
 
-/* Forget the messages that are not sent. Called with the lock of the link. */
-static void drop_outgoing(pl_link *each) {
+/* A message is no longer expected, as it has come, or never will. Called with the link's lock. */
+static void stop_counting(pl_mesh *mesh, block *part) {
+  if (part && part->is_counted) atomic_fetch_sub(&mesh->n_expected, 1);
+  if (part) part->is_counted = 0;
+}
+
+/* Forget the messages that are not sent or have not begun to come. Called with the link's lock. */
+static void drop_messages(pl_mesh *mesh, pl_link *each) {
   for (outgoing *message = each->first, *next; message; message = next) {
     next = message->next;
     free_outgoing(message);
   }
   each->first = each->last = NULL;
+  for (landing *place = each->expected, *next; place; place = next) {
+    next = place->next;
+    free(place);
+    atomic_fetch_sub(&mesh->n_expected, 1);
+  }
+  each->expected = each->last_expected = NULL;
+  stop_counting(mesh, each->part);
 }
 
 /* End a link. From then on nothing of a message that waits to be sent is read any more. */
@@ -237,7 +269,7 @@ static void end_link(pl_mesh *mesh, pl_link *each, int state) {
     each->state = state;
     atomic_fetch_add(&mesh->n_ended, 1);
   }
-  drop_outgoing(each);
+  drop_messages(mesh, each);
   pthread_mutex_unlock(&each->lock);
   epoll_ctl(mesh->readers, EPOLL_CTL_DEL, each->descriptor, NULL);
   if (!mesh->eager) epoll_ctl(mesh->writers, EPOLL_CTL_DEL, each->descriptor, NULL);
@@ -310,20 +342,23 @@ static int copy_rest(outgoing *message) {
   return 1;
 }
 
-/* Send a message. If nothing waits in front of it and it has at most `at_once` bytes, the caller
+/* Send a message with a channel and a key of the caller's choice. If nothing waits in front of it and it has at most `at_once` bytes, the caller
    writes what the network takes; the rest is left to the thread. With `copies` the rest is copied;
    else the pieces must stay as they are until it is sent.
 
    Returns PL_SENT; or the number of the message on its link, from 1 on, of which something is left
    to send; or PL_NOT_SENT if the link has ended, or there is no memory. */
-int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, const pl_piece *pieces, int64_t count,
-                     int64_t at_once, int copies) {
+int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, int64_t channel, int64_t key,
+                     const pl_piece *pieces, int64_t count, int64_t at_once, int copies) {
   pl_link *each = get_link(mesh, number);
   outgoing *message = malloc(sizeof *message + (size_t)(count + 2) * sizeof(pl_piece));
-  if (!message) return PL_NOT_SENT;
+  if (!message) {
+    end_link(mesh, each, ENOMEM);
+    return PL_NOT_SENT;
+  }
   int64_t nbytes = 0;
   for (int64_t i = 0; i < count; i++) nbytes += pieces[i].nbytes;
-  message->head = (frame_head){MAGIC, WIRE_VERSION, nbytes, {0}};
+  message->head = (frame_head){MAGIC, WIRE_VERSION, nbytes, channel, key, {0}};
   message->next = NULL;
   message->copy = NULL;
   message->first = 0;
@@ -347,13 +382,11 @@ int64_t pl_mesh_send(pl_mesh *mesh, int64_t number, const pl_piece *pieces, int6
   if (each->sent == result) {
     result = PL_SENT;
   } else if (copies && !copy_rest(message)) {
-    atomic_fetch_add(&mesh->n_ended, 1);
-    each->state = ENOMEM; /* a part may be sent already, so the link can't go on */
-    drop_outgoing(each);
-    result = PL_NOT_SENT;
+    result = PL_NOT_SENT; /* a part may be sent already, so the link can't go on */
   }
   if (each->first && !each->wants_to_write) arm(mesh, each);
   pthread_mutex_unlock(&each->lock);
+  if (result == PL_NOT_SENT) end_link(mesh, each, ENOMEM);
   return result;
 }
 
@@ -380,17 +413,58 @@ static void write_link(pl_mesh *mesh, pl_link *each) {
 
 /* Store the message under way, which is complete. */
 static void finish_message(pl_mesh *mesh, pl_link *each) {
-  each->part->link = each->number;
+  pthread_mutex_lock(&each->lock);
+  stop_counting(mesh, each->part);
   pthread_mutex_lock(&mesh->lock);
   if (mesh->newest) mesh->newest->next = each->part;
   else mesh->arrived = each->part;
   mesh->newest = each->part;
   pthread_mutex_unlock(&mesh->lock);
   each->part = NULL;
+  pthread_mutex_unlock(&each->lock);
 }
 
-/* Take messages out of the bytes that were read ahead. Returns 0, or the state of a link that
-   can't go on. Bounds: a head is checked before memory is allocated for its message. */
+/* Begin a message whose head has come, where it is expected, or in memory of its own. Returns 0, or
+   the state of a link that can't go on. Bounds: the head is checked before memory is allocated. */
+static int begin_message(pl_mesh *mesh, pl_link *each, const frame_head *head) {
+  if (head->magic != MAGIC || head->version != WIRE_VERSION || head->nbytes < 0 ||
+      head->nbytes > each->largest)
+    return PL_LINK_MALFORMED;
+  pthread_mutex_lock(&each->lock);
+  landing *before = NULL, *place = each->expected;
+  while (place && (place->channel != head->channel || place->key != head->key)) {
+    before = place;
+    place = place->next;
+  }
+  if (place) {
+    *(before ? &before->next : &each->expected) = place->next;
+    if (!place->next) each->last_expected = before;
+  }
+  /* A message of another size than the expected one goes to memory of its own. */
+  int lands = place && place->nbytes == head->nbytes;
+  block *part = take_block(mesh, lands ? 0 : head->nbytes);
+  if (part) {
+    part->nbytes = head->nbytes;
+    part->link = each->number;
+    part->channel = head->channel;
+    part->key = head->key;
+    part->landing = lands ? place->address : NULL;
+    part->is_claimed = part->is_counted = place != NULL;
+    each->part = part;
+    each->received = 0;
+  }
+  pthread_mutex_unlock(&each->lock);
+  free(place);
+  return part ? 0 : ENOMEM;
+}
+
+/* Where the next byte of the message under way goes. */
+static char *next_place(const pl_link *each) {
+  char *begin = each->part->landing ? each->part->landing : (char *)each->part + BLOCK_HEAD;
+  return begin + each->received;
+}
+
+/* Take messages out of the bytes that were read ahead. Returns as `begin_message`. */
 static int parse_ahead(pl_mesh *mesh, pl_link *each, int *arrivals) {
   for (;;) {
     int64_t there = each->ahead_end - each->ahead_begin;
@@ -398,19 +472,15 @@ static int parse_ahead(pl_mesh *mesh, pl_link *each, int *arrivals) {
       if (there < HEAD) return 0;
       frame_head head;
       memcpy(&head, each->ahead + each->ahead_begin, HEAD);
-      if (head.magic != MAGIC || head.version != WIRE_VERSION || head.nbytes < 0 ||
-          head.nbytes > each->largest)
-        return PL_LINK_MALFORMED;
-      each->part = take_block(mesh, head.nbytes);
-      if (!each->part) return ENOMEM;
-      each->received = 0;
+      int state = begin_message(mesh, each, &head);
+      if (state) return state;
       each->ahead_begin += HEAD;
       there -= HEAD;
     }
-    int64_t left = padded(each->part->nbytes) - each->received;
-    int64_t part = there < left ? there : left;
-    memcpy((char *)each->part + ALIGNMENT + each->received, each->ahead + each->ahead_begin,
-           (size_t)part);
+    int64_t rest = each->part->nbytes - each->received; /* below 0: zeros behind the message */
+    int64_t part = least(there, padded(each->part->nbytes) - each->received);
+    if (least(part, rest) > 0)
+      memcpy(next_place(each), each->ahead + each->ahead_begin, (size_t)least(part, rest));
     each->received += part;
     each->ahead_begin += part;
     if (each->received < padded(each->part->nbytes)) return 0;
@@ -421,7 +491,7 @@ static int parse_ahead(pl_mesh *mesh, pl_link *each, int *arrivals) {
 
 /* Let epoll tell of bytes only when many of a long message are there: fewer, longer reads. */
 static void set_low_water(pl_link *each) {
-  int64_t left = each->part ? padded(each->part->nbytes) - each->received : 0;
+  int64_t left = each->part ? each->part->nbytes - each->received : 0;
   int wanted = left >= 2 * LOOKAHEAD ? (int)(left < BATCH ? left : BATCH) : 1;
   if (wanted == each->low_water) return;
   if (setsockopt(each->descriptor, SOL_SOCKET, SO_RCVLOWAT, &wanted, sizeof wanted) == 0)
@@ -431,11 +501,11 @@ static void set_low_water(pl_link *each) {
 static void read_link(pl_mesh *mesh, pl_link *each) {
   int arrivals = 0, state = PL_LINK_OPEN;
   for (int64_t moved = 0; moved < TURN && state == PL_LINK_OPEN;) {
-    int64_t left = each->part ? padded(each->part->nbytes) - each->received : 0;
+    int64_t left = each->part ? each->part->nbytes - each->received : 0;
     char *into;
     size_t room;
     if (left >= LOOKAHEAD) { /* a long message goes right to its place */
-      into = (char *)each->part + ALIGNMENT + each->received;
+      into = next_place(each);
       room = (size_t)left;
     } else { /* what is left in `ahead` is less than a head */
       int64_t there = each->ahead_end - each->ahead_begin;
@@ -474,12 +544,48 @@ static void read_link(pl_mesh *mesh, pl_link *each) {
   else set_low_water(each);
 }
 
+/* Whether a message is the next one of its channel and key that nobody has expected. Claims it. */
+static int claim(block *message, int64_t link, int64_t channel, int64_t key) {
+  if (!message || message->is_claimed || message->link != link || message->channel != channel ||
+      message->key != key)
+    return 0;
+  return message->is_claimed = 1;
+}
+
+/* Expect a message of `nbytes` on a link, and give it a place. The place must stay as it is until
+   the message has come, or the mesh is closed. Messages of one channel and key land in the order of
+   these calls. Returns 1; or 0 if the message has begun to come, or the link has ended: then nothing
+   is written to the place, and it comes in memory of its own. */
+int pl_mesh_expect(pl_mesh *mesh, int64_t number, int64_t channel, int64_t key, void *address,
+                   int64_t nbytes) {
+  pl_link *each = get_link(mesh, number);
+  landing *place = malloc(sizeof *place);
+  if (!place) return 0;
+  *place = (landing){NULL, channel, key, nbytes, address};
+  pthread_mutex_lock(&each->lock);
+  pthread_mutex_lock(&mesh->lock);
+  int has_begun = each->state != PL_LINK_OPEN;
+  for (block *message = mesh->arrived; message && !has_begun; message = message->next)
+    has_begun = claim(message, number, channel, key);
+  pthread_mutex_unlock(&mesh->lock);
+  has_begun = has_begun || claim(each->part, number, channel, key);
+  if (!has_begun) {
+    *(each->last_expected ? &each->last_expected->next : &each->expected) = place;
+    each->last_expected = place;
+  }
+  int was_idle = !has_begun && atomic_fetch_add(&mesh->n_expected, 1) == 0;
+  pthread_mutex_unlock(&each->lock);
+  if (was_idle && !mesh->eager) ring(mesh, &mesh->kick);
+  if (has_begun) free(place);
+  return !has_begun;
+}
+
 /* Give the memory of a message back. It may be called after the mesh was closed. */
-void pl_mesh_give_back(void *message) { release_block((block *)((char *)message - ALIGNMENT)); }
+void pl_mesh_give_back(void *message) { release_block((block *)((char *)message - BLOCK_HEAD)); }
 
 /* ---- the threads that read and write */
 
-static const uint64_t BELL = UINT64_MAX, STOP = UINT64_MAX - 1;
+static const uint64_t BELL = UINT64_MAX, KICK = UINT64_MAX - 1;
 
 static int is_open(pl_link *each) {
   pthread_mutex_lock(&each->lock);
@@ -510,16 +616,14 @@ static void serve(pl_mesh *mesh, int epoll, int milliseconds) {
          as long as it rings. */
       if (!is_leader && atomic_load(&mesh->has_leader)) sched_yield();
       else if (read(mesh->bell, &rings, sizeof rings) < 0) continue;
-    } else if (number != STOP) {
+      else if (!is_leader && atomic_load(&mesh->has_leader)) ring(mesh, &mesh->bell); /* it has come */
+    } else if (number == KICK) {
+      /* While the mesh is closing, it goes on, so that every thread hears it. */
+      if (!atomic_load(&mesh->closing) && read(mesh->kick, &rings, sizeof rings) < 0) continue;
+    } else {
       serve_link(mesh, get_link(mesh, (int64_t)number), events[i].events);
     }
   }
-}
-
-static void *run(void *argument) {
-  pl_mesh *mesh = argument;
-  while (!atomic_load(&mesh->closing)) serve(mesh, mesh->writers, -1);
-  return NULL;
 }
 
 /* Read the sockets for at most `milliseconds`, unless another caller does. Returns whether this one
@@ -532,7 +636,24 @@ static int lead(pl_mesh *mesh, uint32_t seen, int milliseconds) {
     serve(mesh, mesh->readers, milliseconds);
   is_leader = 0;
   atomic_store(&mesh->has_leader, 0);
+  /* A caller that sleeps as there was a leader takes its place. */
+  if (atomic_load(&mesh->waiters)) {
+    atomic_fetch_add(&mesh->changes, 1);
+    pl_futex_wake((void *)&mesh->changes);
+  }
   return 1;
+}
+
+/* The thread of the mesh. In a lazy mesh it reads sockets only while messages are expected, and no
+   caller reads them: so they come while callers compute. */
+static void *run(void *argument) {
+  pl_mesh *mesh = argument;
+  while (!atomic_load(&mesh->closing)) {
+    int reads = !mesh->eager && atomic_load(&mesh->n_expected) > 0;
+    serve(mesh, mesh->writers, reads ? 1 : -1);
+    if (reads) lead(mesh, atomic_load(&mesh->changes), 0);
+  }
+  return NULL;
 }
 
 static block *take_oldest(pl_mesh *mesh) {
@@ -554,7 +675,8 @@ int pl_mesh_take(pl_mesh *mesh, pl_arrival *arrival) {
     oldest = take_oldest(mesh);
   }
   if (!oldest) return 0;
-  *arrival = (pl_arrival){(char *)oldest + ALIGNMENT, oldest->nbytes, oldest->link};
+  *arrival = (pl_arrival){(char *)oldest + BLOCK_HEAD, oldest->nbytes, oldest->link,
+                          oldest->channel, oldest->key, oldest->landing != NULL};
   return 1;
 }
 
@@ -576,7 +698,8 @@ int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
     if (left <= 0 || atomic_load(&mesh->closing)) return PL_TIMEOUT;
     if (lead(mesh, seen, (int)(left / 1000000) + 1)) continue;
     atomic_fetch_add(&mesh->waiters, 1);
-    if (atomic_load(&mesh->changes) == seen) pl_futex_wait((void *)&mesh->changes, seen, left);
+    if (atomic_load(&mesh->changes) == seen && atomic_load(&mesh->has_leader))
+      pl_futex_wait((void *)&mesh->changes, seen, left);
     atomic_fetch_sub(&mesh->waiters, 1);
   }
 }
@@ -600,14 +723,14 @@ pl_mesh *pl_mesh_open(int eager) {
   mesh->readers = epoll_create1(EPOLL_CLOEXEC);
   mesh->writers = eager ? mesh->readers : epoll_create1(EPOLL_CLOEXEC);
   mesh->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  mesh->stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  mesh->kick = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   /* Signals are for the threads of Python. */
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, &before);
-  int failed = mesh->readers < 0 || mesh->writers < 0 || mesh->bell < 0 || mesh->stop < 0 ||
+  int failed = mesh->readers < 0 || mesh->writers < 0 || mesh->bell < 0 || mesh->kick < 0 ||
                add_descriptor(mesh->readers, mesh->bell, EPOLLIN, BELL) ||
-               add_descriptor(mesh->writers, mesh->stop, EPOLLIN, STOP) ||
+               add_descriptor(mesh->writers, mesh->kick, EPOLLIN, KICK) ||
                pthread_create(&mesh->thread, NULL, run, mesh);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (!failed) return mesh;
@@ -644,6 +767,7 @@ int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest) {
     failed = failed || !links || add_descriptor(mesh->writers, descriptor, EPOLLONESHOT, tag) ||
              add_descriptor(mesh->readers, descriptor, EPOLLIN, tag);
   if (!failed) mesh->n_links++;
+  else epoll_ctl(mesh->writers, EPOLL_CTL_DEL, descriptor, NULL);
   pthread_mutex_unlock(&mesh->lock);
   if (!failed) return number;
   pthread_mutex_destroy(&each->lock);
@@ -661,6 +785,16 @@ int pl_mesh_state(pl_mesh *mesh, int64_t number) {
   return state;
 }
 
+/* Tell the other side that this is the end, even if a fork still holds the socket. Some unread bytes
+   are read first: the kernel resets a connection that is closed with any, and messages to the other
+   side could be lost. A sender of many is told by such a reset. */
+static void hang_up(int descriptor) {
+  char nothing[4096];
+  shutdown(descriptor, SHUT_WR);
+  for (int i = 0; i < 32 && recv(descriptor, nothing, sizeof nothing, MSG_DONTWAIT) > 0;) i++;
+  shutdown(descriptor, SHUT_RDWR);
+}
+
 /* Count the links that have ended. */
 int pl_mesh_ended(const pl_mesh *mesh) { return atomic_load(&mesh->n_ended); }
 
@@ -672,13 +806,14 @@ void pl_mesh_close(pl_mesh *mesh) {
   int64_t n_links = mesh->n_links; /* none is added any more */
   pthread_mutex_unlock(&mesh->lock);
   if (has_closed) return;
-  uint64_t one = 1;
-  while (write(mesh->stop, &one, sizeof one) < 0 && errno == EINTR) continue;
+  ring(mesh, &mesh->kick);
   pthread_join(mesh->thread, NULL);
   for (int64_t i = 0; i < n_links; i++) {
     pl_link *each = mesh->links[i];
     pthread_mutex_lock(&each->reading); /* the leader may be reading */
+    int was_open = is_open(each);
     end_link(mesh, each, PL_LINK_ENDED);
+    if (was_open) hang_up(each->descriptor);
     close(each->descriptor);
     if (each->part) release_block(each->part);
     each->part = NULL;

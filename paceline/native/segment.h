@@ -56,7 +56,6 @@ typedef struct pl_segment {
   int64_t turn;         /* stages used so far, the same on all ranks; the next is turn % PL_SLOTS */
   int64_t block;        /* bytes of a block: each rank's part is a whole number of lines */
   _Atomic int64_t spin_ns;     /* how long the next wait polls; several threads may wait */
-  _Atomic int64_t asleep;      /* threads of this process that sleep on the bell */
   _Atomic int64_t interrupted; /* whether waits of this process end at once */
 } pl_segment;
 

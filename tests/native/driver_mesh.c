@@ -62,7 +62,7 @@ static void *send_messages(void *link_) {
     pieces[n_pieces++] = (pl_piece){message + at, nbytes - at};
     int64_t at_once = k % 3 ? 4096 : 0;
     int copies = k % 2;
-    int64_t number = pl_mesh_send(left, link, pieces, n_pieces, at_once, copies);
+    int64_t number = pl_mesh_send(left, link, 0, 0, pieces, n_pieces, at_once, copies);
     CHECK(number == PL_SENT || number == k + 1);
     if (!copies) wait_until_sent(left, link, k + 1);
     free(message); /* from now on it may change */
@@ -112,6 +112,43 @@ static void exchange_messages(void) {
   pl_mesh_free(right);
 }
 
+/* Messages land where they are expected, in the order of their keys, before or after they are sent. */
+static void expect_messages(void) {
+  enum { KEYS = 3, SENT_EACH = 40, BYTES = 70000 };
+  connect_links(1);
+  char *message = allocate(BYTES), *places[KEYS * SENT_EACH];
+  for (int64_t turn = 0; turn < SENT_EACH; turn++) {
+    for (int64_t key = 0; key < KEYS; key++) {
+      int64_t k = turn * KEYS + key;
+      int is_early = mix(52, (uint64_t)k, 0) % 2;
+      places[k] = allocate(BYTES);
+      if (is_early) CHECK(pl_mesh_expect(right, 0, 7, key, places[k], BYTES) == 1);
+      memset(message, (int)k, BYTES);
+      pl_piece piece = {message, BYTES};
+      pl_mesh_send(left, 0, 7, key, &piece, 1, k % 2 ? BYTES : 0, 1);
+      if (!is_early) pl_mesh_expect(right, 0, 7, key, places[k], BYTES);
+    }
+    for (int64_t n = 0; n < KEYS;) {
+      uint32_t seen = pl_mesh_changes(right);
+      pl_arrival arrival;
+      if (!pl_mesh_take(right, &arrival)) {
+        CHECK(pl_mesh_wait_change(right, seen, FOREVER) == PL_REACHED);
+        continue;
+      }
+      CHECK(arrival.channel == 7 && arrival.nbytes == BYTES);
+      char *place = places[turn * KEYS + arrival.key];
+      if (!arrival.has_landed) memcpy(place, arrival.address, BYTES);
+      for (int64_t i = 0; i < BYTES; i++) CHECK(place[i] == (char)(turn * KEYS + arrival.key));
+      pl_mesh_give_back(arrival.address);
+      n++;
+    }
+  }
+  for (int64_t k = 0; k < KEYS * SENT_EACH; k++) free(places[k]);
+  free(message);
+  pl_mesh_free(left);
+  pl_mesh_free(right);
+}
+
 static void wait_for_end(pl_mesh *mesh, int64_t link) {
   for (;;) {
     uint32_t seen = pl_mesh_changes(mesh);
@@ -124,11 +161,11 @@ static void wait_for_end(pl_mesh *mesh, int64_t link) {
 static void end_in_good_order(void) {
   connect_links(1);
   pl_piece piece = {"last words", 10};
-  CHECK(pl_mesh_send(left, 0, &piece, 1, 4096, 0) == PL_SENT);
+  CHECK(pl_mesh_send(left, 0, 0, 0, &piece, 1, 4096, 0) == PL_SENT);
   pl_mesh_free(left);
   wait_for_end(right, 0);
   CHECK(pl_mesh_state(right, 0) == PL_LINK_ENDED);
-  CHECK(pl_mesh_send(right, 0, &piece, 1, 4096, 0) == PL_NOT_SENT);
+  CHECK(pl_mesh_send(right, 0, 0, 0, &piece, 1, 4096, 0) == PL_NOT_SENT);
   pl_arrival arrival, other;
   CHECK(pl_mesh_take(right, &arrival));
   CHECK(!pl_mesh_take(right, &other));
@@ -155,7 +192,7 @@ static void close_while_sending(void) {
   char *message = allocate(8 * LARGEST);
   memset(message, 1, 8 * LARGEST);
   pl_piece piece = {message, 8 * LARGEST};
-  CHECK(pl_mesh_send(left, 0, &piece, 1, 0, 0) == 1);
+  CHECK(pl_mesh_send(left, 0, 0, 0, &piece, 1, 0, 0) == 1);
   uint32_t seen = pl_mesh_changes(left);
   CHECK(pl_mesh_wait_change(left, seen, 10 * MILLISECOND) == PL_TIMEOUT);
   pthread_t threads[3];
@@ -165,7 +202,7 @@ static void close_while_sending(void) {
   for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
   CHECK(pl_mesh_sent(left, 0) == 0);
   free(message);
-  CHECK(pl_mesh_send(left, 0, &piece, 1, 0, 0) == PL_NOT_SENT);
+  CHECK(pl_mesh_send(left, 0, 0, 0, &piece, 1, 0, 0) == PL_NOT_SENT);
   pl_mesh_free(left);
   close(pair[1]);
 }
@@ -187,9 +224,9 @@ static void read_wrong_bytes(const void *bytes, size_t nbytes, int state) {
 static void read_wrong_frames(void) {
   struct {
     uint32_t magic, version;
-    int64_t nbytes;
-    char zeros[48], message[4];
-  } frame = {0x50434c31, 1, 5, {0}, {'f', 'o', 'u', 'r'}};
+    int64_t nbytes, channel, key;
+    char zeros[32], message[4];
+  } frame = {0x50434c31, 1, 5, 0, 0, {0}, {'f', 'o', 'u', 'r'}};
   read_wrong_bytes(&frame, sizeof frame, ECONNRESET);
   read_wrong_bytes(&frame, 7, ECONNRESET);
   frame.nbytes = LARGEST + 1;
@@ -208,6 +245,7 @@ int main(void) {
     n_taken = 0;
     memset(next_message, 0, sizeof next_message);
     exchange_messages();
+    expect_messages();
     end_in_good_order();
     close_while_sending();
     read_wrong_frames();

@@ -1,11 +1,11 @@
-"""Small messages between ranks: a TCP connection for each pair, served by a mesh.
+"""Messages between ranks: a TCP connection for each pair, served by a mesh.
 
     rank 2  -- calls, both prove the job's secret -->  ranks 0 and 1     a rank calls lower ranks,
                                                                          and answers higher ones
-    a message:  channel | key | zeros | payload                          channels share a connection
+    channels share a connection
 
-Workers agree by such messages, and sum small tensors, in every training step. Gloo could carry
-them, but would take ten times the processor time.
+Workers agree by such messages, and exchange tensors, in every training step. Gloo could carry
+them, but would take ten times the processor time for small ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import math
 import secrets as random
 import select
 import socket
-import struct
 import threading
 import time
 from collections import deque
@@ -35,8 +34,9 @@ from paceline.comm.p2p.connection import (
 from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh, give_back
 from paceline.errors import DeadlineExceeded, PlaceError
 
-HEAD = struct.Struct("<BQ55x")  # channel and key; a whole cache line, so that payloads are aligned
 TICK = 0.1  # seconds between two looks at the deadline in a wait for callers
+SMALL = 512 << 10  # bytes of a payload that is copied: it may be written to again at once
+LANDS = 16 << 10  # bytes from which a payload is received right in its place
 Payload: TypeAlias = bytes | memoryview
 # Sender, channel and key. Messages that share all three keep their order.
 Key: TypeAlias = tuple[int, int, int]
@@ -46,7 +46,12 @@ class ControlExchange:
     """Messages to and from other ranks. It is complete when all have come, and all are sent."""
 
     def __init__(
-        self, end: ControlNetwork, awaited: Sequence[Key], places: Sequence[memoryview]
+        self,
+        end: ControlNetwork,
+        sends: Sequence[tuple[int, Payload]],
+        awaited: Sequence[Key],
+        places: Sequence[memoryview],
+        owners: object,
     ) -> None:
         # Payloads in the order of `awaited`, if there are no places for them.
         self.answers = [b""] * len(awaited)
@@ -55,11 +60,9 @@ class ControlExchange:
         self._unsent: dict[int, int] = {}  # by rank, the number of the message on its link
         self._unreached: set[int] = set()  # ranks that a message can't reach any more
         self._flaw = ""
-        self._owners: object = None
-
-    def keep_alive(self, owners: object) -> None:
-        """Keep `owners` alive, whose memory the places are, as long as a message may come."""
-        self._owners = owners
+        self.has_started = False  # whether all messages have been handed to the mesh
+        # Memory that is read and written until the exchange is complete.
+        self._memory = sends, owners
 
     def note_sent(self, rank: int, number: int) -> None:
         """Note what `SocketMesh.send` has returned for the message to a rank."""
@@ -68,12 +71,14 @@ class ControlExchange:
         elif number != SENT:
             self._unsent[rank] = number
 
-    def take_payload(self, index: int, address: int, nbytes: int) -> None:
-        """Copy the payload of message `index`."""
+    def take_payload(self, index: int, arrived: ArrivedMessage) -> None:
+        """Take the payload of message `index`, which is copied unless it has landed."""
+        nbytes = arrived.nbytes
         if not self._places:
-            self.answers[index] = ctypes.string_at(address, nbytes)
+            self.answers[index] = ctypes.string_at(arrived.address, nbytes)
         elif nbytes == self._places[index].nbytes:
-            ctypes.memmove(_address_of(self._places[index]), address, nbytes)
+            if not arrived.has_landed:
+                ctypes.memmove(_address_of(self._places[index]), arrived.address, nbytes)
         else:
             source = self._end.names[self._awaited[index][0]]
             self._flaw = (
@@ -81,29 +86,40 @@ class ControlExchange:
                 "that it should have sent"
             )
         self._missing.discard(index)
+        give_back(arrived.address)
 
     @property
     def is_complete(self) -> bool:
         """Whether everything has come, and everything is sent."""
         if self._missing or self._flaw or self._unreached:
             return False
+        return self.is_sent
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether everything is sent that can be."""
         self._unsent = {
             rank: number
             for rank, number in self._unsent.items()
             if not self._end.has_sent(rank, number)
         }
-        return not self._unsent
+        return self.has_started and not self._unsent
 
     @property
     def failure(self) -> str:
         """Why the exchange can't complete any more; empty if it can."""
-        if self._flaw or not self._end.has_ended_links or self.is_complete:
+        if self._flaw or self.is_complete or not (self._end.lost or self._end.has_ended_links):
             return self._flaw
+        if self._end.lost:
+            return self._end.lost
         # A rank that a message is awaited from, or that some bytes did not reach.
         sources = {self._awaited[index][0] for index in self._missing}
         for rank in sorted(sources | self._unreached | self._unsent.keys()):
             if reason := self._end.find_end(rank):
-                return f"the connection to rank {self._end.names[rank]} has ended: {reason}"
+                # Another thread may have read the last message and the end since the last look.
+                self._end.look_for_messages()
+                text = f"the connection to rank {self._end.names[rank]} has ended: {reason}"
+                return "" if self.is_complete else self._flaw or text
         return ""
 
     def wait_within(self, seconds: float) -> bool:
@@ -157,6 +173,8 @@ class ControlNetwork:
         self._early: dict[Key, deque[ArrivedMessage]] = {}
         # Exchanges that wait for a message, each with the index of the message.
         self._awaited: dict[Key, deque[tuple[ControlExchange, int]]] = {}
+        self._sending: list[ControlExchange] = []  # exchanges with payloads that are not sent yet
+        self.lost = ""  # why messages may be lost; empty if none are
         self._lock = threading.Lock()
         self._waker, self._woken = socket.socketpair()  # ends a wait for callers
         self._closed = False
@@ -280,8 +298,13 @@ class ControlNetwork:
         sends: Sequence[tuple[int, Payload]],
         sources: Sequence[int],
         places: Sequence[memoryview] = (),
+        *,
+        owners: object = None,
     ) -> ControlExchange:
-        """Begin an exchange of messages. Payloads may be written to again when this returns.
+        """Begin an exchange of messages.
+
+        Payloads of at most SMALL bytes may be written to again when this returns, larger ones when
+        the exchange is complete.
 
         Args:
             channel: Number of the channel.
@@ -289,41 +312,62 @@ class ControlNetwork:
             sends: Pairs (rank, payload).
             sources: Ranks to await a message from.
             places: Memory for each of these, of exactly its size. Default: new memory.
+            owners: Objects to keep alive, whose memory payloads and places are. Default: none.
         """
         awaited = [(source, channel, key) for source in sources]
-        exchange = ControlExchange(self, awaited, places)
+        exchange = ControlExchange(self, sends, awaited, places, owners)
         with self._lock:
-            # Another rank may have sent before this one began to wait.
+            # Until its payloads are sent, the exchange stays alive, and with it their memory.
+            self._sending = [each for each in self._sending if not each.is_sent]
+            self._sending.append(exchange)
             for index, message_key in enumerate(awaited):
+                # Another rank may have sent before this one began to wait.
                 early = self._early.get(message_key)
                 if early:
-                    _take(exchange, index, early.popleft())
+                    exchange.take_payload(index, early.popleft())
                     if not early:
                         del self._early[message_key]
-                else:
-                    self._awaited.setdefault(message_key, deque()).append((exchange, index))
+                    continue
+                self._awaited.setdefault(message_key, deque()).append((exchange, index))
+                if places and places[index].nbytes >= LANDS:
+                    address, nbytes = _address_of(places[index]), places[index].nbytes
+                    link = self.links[message_key[0]]
+                    self.mesh.expect_message(link, channel, key, address, nbytes)
             # With the lock, so that messages of one key leave in the order of their exchanges.
-            head = HEAD.pack(channel, key)
             for peer, payload in sends:
-                pieces = [(_address_of(head), HEAD.size), (_address_of(payload), len(payload))]
-                number = self.mesh.send(self.links[peer], pieces, 1 << 62, copies=True)
+                number = self.mesh.send(
+                    self.links[peer],
+                    [(_address_of(payload), len(payload))],
+                    channel=channel,
+                    key=key,
+                    copies=len(payload) <= SMALL,
+                )
                 exchange.note_sent(peer, number)
+            exchange.has_started = True
+            if exchange.is_sent:
+                self._sending.pop()
         return exchange
 
     def look_for_messages(self) -> None:
         """Hand messages that have come to the exchanges that wait for them."""
         with self._lock:
-            while (arrived := self.mesh.take_message()) is not None:
-                channel, key = HEAD.unpack(ctypes.string_at(arrived.address, HEAD.size))
-                message_key = self._ranks[arrived.link], channel, key
-                awaited = self._awaited.get(message_key)
-                if awaited is None:
-                    self._early.setdefault(message_key, deque()).append(arrived)
-                    continue
-                exchange, index = awaited.popleft()
-                if not awaited:
-                    del self._awaited[message_key]
-                _take(exchange, index, arrived)
+            try:
+                while (arrived := self.mesh.take_message()) is not None:
+                    self._deliver(arrived)
+            except BaseException as error:  # an interrupt: a message may be lost
+                self.lost = f"messages were lost here ({type(error).__name__})"
+                raise
+
+    def _deliver(self, arrived: ArrivedMessage) -> None:
+        message_key = self._ranks[arrived.link], arrived.channel, arrived.key
+        awaited = self._awaited.get(message_key)
+        if awaited is None:
+            self._early.setdefault(message_key, deque()).append(arrived)
+            return
+        exchange, index = awaited.popleft()
+        if not awaited:
+            del self._awaited[message_key]
+        exchange.take_payload(index, arrived)
 
     def has_sent(self, rank: int, number: int) -> bool:
         """Whether a message to a rank has been handed to the network."""
@@ -350,11 +394,6 @@ class ControlNetwork:
             for arrived in messages:
                 give_back(arrived.address)
         self._listener.close()
-
-
-def _take(exchange: ControlExchange, index: int, arrived: ArrivedMessage) -> None:
-    exchange.take_payload(index, arrived.address + HEAD.size, arrived.nbytes - HEAD.size)
-    give_back(arrived.address)
 
 
 def _address_of(payload: Payload) -> int:

@@ -1,7 +1,7 @@
 """The connections of a group, Gloo and small messages beside it, and the waits on them.
 
-    data      Gloo: collectives, and messages with tags
-    control   small messages of our own (`control`): comparisons, agreements, small tensors
+    data      Gloo: collectives of large tensors
+    control   messages of our own (`control`): comparisons, agreements, tensors from rank to rank
 
 A wait ends with the result, or with an error of ours that names ranks. A wait of more than a second
 is published in the store. It ends early if a connection has ended, or if ranks turn out to wait for
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import queue
 import threading
 import time
 from collections import deque
@@ -30,7 +29,7 @@ from paceline.cluster.store import Store, wrap_store
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group_protocol import needs_inference_mode, resume_mode
 from paceline.comm.native import sockets, waitposts
-from paceline.comm.native.control import ControlNetwork
+from paceline.comm.native.control import SMALL, ControlNetwork
 from paceline.comm.native.waitposts import GroupEnd
 from paceline.comm.p2p.connection import SILENCE, ListeningAddress
 from paceline.comm.waitgraph import GRACE, RankWait, describe_late, find_missing, make_stuck_error
@@ -44,8 +43,7 @@ else:
 TICK = 0.1  # seconds for which a wait may not notice a signal
 FAREWELL = 0.08  # seconds that pending operations get to end once their connections are cut
 CHANNELS, MAIL = {"calls": 1, "agree": 2}, 3  # numbers of the channels of control messages
-# Bytes of a tensor that goes by control messages. Gloo's threads are better at larger ones.
-SMALL_MESSAGE = 512 << 10
+SMALL_MESSAGE = SMALL  # bytes of a tensor that is summed by messages; Gloo sums larger ones
 MESSAGES = 16  # first tag of messages between two ranks
 
 
@@ -83,6 +81,16 @@ class GlooWait:
         return bool(self._work.is_completed())
 
 
+class _Ended:
+    """An operation that has nothing to do."""
+
+    def wait_within(self, seconds: float) -> bool:
+        return True
+
+    def is_ready(self) -> bool:
+        return True
+
+
 class StreamWait:
     """An operation in a CUDA stream. A wait orders the current stream behind it, and returns."""
 
@@ -95,73 +103,6 @@ class StreamWait:
 
     def is_ready(self) -> bool:
         return bool(self._work.is_completed())
-
-
-class MessagesWait:
-    """Messages of Gloo. A thread waits for them, as leaving a wait would break the connection."""
-
-    def __init__(self, works: list[Any], tensors: list[Tensor]) -> None:
-        self.works, self._tensors = works, tensors
-        self.ended = threading.Event()
-        self.error: RuntimeError | None = None
-
-    def wait_within(self, seconds: float) -> bool:
-        if not self.ended.wait(seconds):
-            return False
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def is_ready(self) -> bool:
-        return self.ended.is_set()
-
-
-class WaitForAll:
-    """Several operations, which have ended once the last of them has."""
-
-    def __init__(self, parts: Sequence[TorchWait]) -> None:
-        self._parts = parts
-
-    def wait_within(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        return all(part.wait_within(max(0.0, end - time.monotonic())) for part in self._parts)
-
-    def is_ready(self) -> bool:
-        return all(part.is_ready() for part in self._parts)
-
-
-def is_small(x: Tensor) -> bool:
-    """Whether a tensor goes by control messages. Both sides agree, as they agree on its size."""
-    return x.numel() * x.element_size() <= SMALL_MESSAGE
-
-
-class _MessageThread:
-    """The thread that waits for messages of Gloo, one after another."""
-
-    def __init__(self) -> None:
-        self._tickets: queue.SimpleQueue[MessagesWait | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._wait_for_messages, name="paceline exchange", daemon=True
-        )
-        self._thread.start()
-
-    def add_messages(self, ticket: MessagesWait) -> None:
-        self._tickets.put(ticket)
-
-    def close(self) -> None:
-        self._tickets.put(None)
-        self._thread.join(FAREWELL)
-
-    def _wait_for_messages(self) -> None:
-        while (ticket := self._tickets.get()) is not None:
-            try:
-                for work in ticket.works:
-                    work.wait()
-            except RuntimeError as error:
-                ticket.error = error
-            finally:
-                ticket.works.clear()
-                ticket.ended.set()
 
 
 @contextmanager
@@ -209,7 +150,6 @@ class GlooTransport:
         self.made: dict[str, int] = {}
         self._late_error: DeadlineExceeded | None = None
         self._pending: deque[TorchWait] = deque()  # operations that may go on, oldest first
-        self._message_thread: _MessageThread | None = None
         self._closed = size == 1
         self.data: Any = None
         if size == 1:
@@ -264,50 +204,22 @@ class GlooTransport:
     def start_messages(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
     ) -> TorchWait:
-        """Begin to send and receive contiguous CPU tensors, small ones by control messages.
+        """Begin to send and receive contiguous CPU tensors.
 
-        None of them to or from this rank itself.
+        None of them to or from this rank itself. Tensors of at most SMALL_MESSAGE bytes may be
+        written to again when this returns, larger ones when it has ended.
         """
-        if any(is_small(x) for _, x in (*sends, *recvs)):
-            out, into = (
-                [pair for pair in sends if is_small(pair[1])],
-                [pair for pair in recvs if is_small(pair[1])],
-            )
-            parcels = [(to, _view_memory(x)) for to, x in out]
-            small = self._control.start_exchange(
-                MAIL,
-                tag,
-                parcels,
-                [source for source, _ in into],
-                [_view_memory(x) for _, x in into],
-            )
-            small.keep_alive([x for _, x in into])
-            self.track_wait(small)
-            if len(out) + len(into) == len(sends) + len(recvs):
-                return small
-            sends, recvs = (
-                [pair for pair in side if not is_small(pair[1])] for side in (sends, recvs)
-            )
-            return WaitForAll((small, self._start_gloo_messages(sends, recvs, tag)))
-        return self._start_gloo_messages(sends, recvs, tag)
-
-    def _start_gloo_messages(
-        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
-    ) -> MessagesWait:
-        try:
-            works = [self.data.recv([_view_bytes(x)], source, tag) for source, x in recvs]
-            works += [self.data.send([_view_bytes(x)], to, tag) for to, x in sends]
-        except RuntimeError as error:
-            raise self.handle_failure(f"exchange with tag {tag}", error) from error
-        ticket = MessagesWait(works, [x for _, x in (*sends, *recvs)])
-        if works:
-            if self._message_thread is None:
-                self._message_thread = _MessageThread()
-            self._message_thread.add_messages(ticket)
-            self.track_wait(ticket)
-        else:
-            ticket.ended.set()
-        return ticket
+        if not (sends or recvs):
+            return _Ended()
+        exchange = self._control.start_exchange(
+            MAIL,
+            tag,
+            [(to, _view_memory(x)) for to, x in sends],
+            [source for source, _ in recvs],
+            [_view_memory(x) for _, x in recvs],
+            owners=[x for _, x in (*sends, *recvs)],
+        )
+        return self.track_wait(exchange)
 
     def gather_table(self, channel: str, payload: bytes, text: str) -> list[bytes]:
         """Gather every rank's payload, in rank order, by control messages."""
@@ -457,8 +369,6 @@ class GlooTransport:
         self.broken = ViewChanged("this group has been closed")
         self._waitposts.close()
         self._control.close()
-        if self._message_thread is not None:
-            self._message_thread.close()
         unfinished = [awaited for awaited in self._pending if not awaited.is_ready()]
         if unfinished:
             # Gloo may lose the wake-up of an operation. Its group can't be deleted before all

@@ -31,6 +31,7 @@ from paceline.comm.p2p.pair_message import PairMessage, unpack_header
 from paceline.comm.p2p.ring import RingEntry
 from paceline.comm.shm.shared_segment import SharedSegment
 from paceline.comm.shm.window_messages import is_plain
+from paceline.native.functions import load_functions
 
 SLAB = 1 << 20  # bytes of a segment of small blocks
 TRIES = 8  # used blocks that are looked at before another one is made
@@ -43,7 +44,6 @@ class MessageBlock:
     segment: SharedSegment
     segment_number: int  # of the segment among its sender's
     offset: int  # byte of the segment at which the block begins
-    cells: memoryview  # the segment as int64
     uses: int = 0
 
 
@@ -97,7 +97,7 @@ class BlockPool:
         used = self._used[size]
         for _ in range(min(TRIES, len(used))):
             block = used.popleft()
-            if block.cells[block.offset // 8] == block.uses:
+            if load_functions().load(block.segment.start + block.offset) == block.uses:
                 block.segment.seal()  # the receiver has mapped it
                 self._free[size].append(block)
             else:
@@ -110,9 +110,8 @@ class BlockPool:
         number = len(self._segments)
         self._segments.append(segment)
         self._untold.add(number)
-        cells = segment.view_bytes().cast("q")
         self._free[size] += [
-            MessageBlock(segment, number, at * size, cells) for at in reversed(range(count))
+            MessageBlock(segment, number, at * size) for at in reversed(range(count))
         ]
 
     def close(self) -> None:
@@ -133,7 +132,7 @@ class MessageReader:
     """Reads messages from the blocks of one sender."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, tuple[SharedSegment, memoryview]] = {}
+        self._segments: dict[int, SharedSegment] = {}
 
     def read_message(self, entry: RingEntry) -> tuple[int, PairMessage]:
         """Read the message that an entry leads to, and its lane.
@@ -142,14 +141,14 @@ class MessageReader:
         """
         if entry.address:
             segment = SharedSegment.open(entry.address, entry.nbytes, alone=True)
-            self._segments[entry.segment] = segment, segment.view_bytes().cast("q")
-        segment, cells = self._segments[entry.segment]
+            self._segments[entry.segment] = segment
+        segment = self._segments[entry.segment]
         start = segment.start + entry.offset
         header = unpack_header(ctypes.string_at(start + LINE, entry.header))
         layout = header.layout
         places, total = lay_out_tensors(LINE + entry.header, layout.lengths)
         memory = lend_buffer(
-            start, block_size(total), _release_block, segment, cells, entry.offset // 8, entry.use
+            start, block_size(total), _release_block, segment, entry.offset, entry.use
         )
         parts = zip(places, layout.lengths, layout.forms, strict=True)
         tensors = tuple(
@@ -159,9 +158,10 @@ class MessageReader:
         return header.lane, PairMessage(header.head, tensors)
 
 
-def _release_block(segment: SharedSegment, cells: memoryview, at: int, use: int) -> None:
+def _release_block(segment: SharedSegment, offset: int, use: int) -> None:
     """Tell the sender that a use of a block is over.
 
     `segment` is an argument so that it stays mapped until then.
     """
-    cells[at] = use
+    # A store with release: what was read of the block was read before.
+    load_functions().store(segment.start + offset, use)

@@ -72,7 +72,7 @@ def read_message(arrived: ArrivedMessage) -> tuple[int, PairMessage]:
     Raises:
         MalformedMessage: No worker can have sent it.
     """
-    address, nbytes, _ = arrived
+    address, nbytes = arrived.address, arrived.nbytes
     memory = lend_buffer(address, nbytes, give_back, address)
     header_length = LENGTH.unpack_from(memory)[0] if nbytes >= LENGTH.size else LONGEST + 1
     if header_length > min(LONGEST, nbytes - LENGTH.size):

@@ -32,7 +32,7 @@ from paceline.comm.p2p.connection import (
 )
 from paceline.comm.p2p.network_message import OutgoingMessage, make_message, read_message
 from paceline.comm.p2p.pair_inbox import SLICE, TICK, PairInbox, ReceiveWork
-from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh
+from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh, give_back
 from paceline.errors import DeadlineExceeded, PacelineError, ResourceError, ViewChanged, WorkerLost
 
 INLINE = 1 << 18  # bytes of a message up to which its sender tries to write it itself
@@ -118,11 +118,12 @@ class NetworkWay:
     def _post(self, work: _Outgoing) -> None:
         """Hand a message to the mesh. Called with the lock."""
         assert self._out is not None and work.message is not None
-        work.number = self._end.mesh.send(self._out, work.message.pieces, INLINE)
+        # First it is remembered: an interrupt must not free memory that the mesh still reads.
+        self._unsent.append(work)
+        work.number = self._end.mesh.send(self._out, work.message.pieces, at_once=INLINE)
         if work.number == SENT:
+            self._unsent.pop()
             work.end(None)
-        else:
-            self._unsent.append(work)
 
     def settle_messages(self) -> None:
         """Let go of the memory of messages that have been sent, or never will be."""
@@ -133,7 +134,10 @@ class NetworkWay:
                 # The end first: what was sent before it counts.
                 end = self._end.mesh.find_end(self._out)
                 sent = self._end.mesh.count_sent(self._out)
-                while self._unsent and NOT_SENT < (self._unsent[0].number or 0) <= sent:
+                # Everything in front of a message that was sent was sent, too.
+                numbers = [work.number or NOT_SENT for work in self._unsent]
+                count = max((i for i, n in enumerate(numbers, 1) if 0 < n <= sent), default=0)
+                for _ in range(count):
                     self._unsent.popleft().end(None)
                 if end:
                     self._error = self._make_lost_error(end)
@@ -204,11 +208,19 @@ class NetworkWay:
 
     def take_message(self, arrived: ArrivedMessage) -> None:
         """Put a message into the inbox, or note that the other sends nonsense."""
+        if self._ended is not None:
+            give_back(arrived.address)
+            return
         try:
-            if self._ended is None:
-                self._end.inbox.put_message(self._peer, *read_message(arrived))
+            self._end.inbox.put_message(self._peer, *read_message(arrived))
         except (PacelineError, RuntimeError, MemoryError) as error:
             self._ended = self._make_lost_error(f"its connection has broken ({error})")
+
+    def lose_messages(self, error: BaseException) -> None:
+        """Note that messages may have been lost here, by an interrupt."""
+        self._ended = self._ended or self._make_lost_error(
+            f"messages of it were lost here ({type(error).__name__})"
+        )
 
     def rest_until(self, work: ReceiveWork, seconds: float) -> None:
         self._end.rest_until(work, seconds)
@@ -322,8 +334,17 @@ class PairNetwork:
         """Put all messages that have come into the inbox."""
         # Another thread that looks has delivered what it took when it lets go of the lock.
         with self._looking:
-            while (arrived := self.mesh.take_message()) is not None:
-                self._ways_in[arrived.link].take_message(arrived)
+            try:
+                while (arrived := self.mesh.take_message()) is not None:
+                    way = self._ways_in.get(arrived.link)
+                    if way is None:  # over a connection on which only this worker sends
+                        give_back(arrived.address)
+                    else:
+                        way.take_message(arrived)
+            except BaseException as error:  # an interrupt: a message may be lost
+                for way in self.ways.values():
+                    way.lose_messages(error)
+                raise
 
     def _accept_callers(self) -> None:
         with self._listener:

@@ -23,6 +23,7 @@ from paceline.comm.p2p.pair_inbox import SLICE, PairInbox, ReceiveWork
 from paceline.comm.p2p.ring import CELLS, RingReader, RingWriter
 from paceline.comm.shm.shared_segment import SHM, SharedSegment, make_shared_segment
 from paceline.errors import PacelineError, ResourceError, ViewChanged, WorkerLost
+from paceline.native.functions import load_functions
 
 PID, STATE = 0, 64  # bytes of a rank's cells at which they lie
 CLOSED, ABORTED = 1, 2  # values of STATE
@@ -52,14 +53,14 @@ class SharedTable:
         )
         assert segment is not None
         self.segment = segment
-        self._cells = segment.view_bytes().cast("q")
-        self._cells[(self.place * CELLS + PID) // 8] = os.getpid()
+        self._native = load_functions()
+        self._native.store(segment.start + self.place * CELLS + PID, os.getpid())
         meet("")  # all ranks have written their process ids
         # A pidfd stands for this very process, even if its id is given to another one later. -1: it
         # has ended already.
         self._pidfds: dict[int, int] = {}
         for place in range(size):
-            pid = self._cells[(place * CELLS + PID) // 8]
+            pid = self._native.load(segment.start + place * CELLS + PID)
             if pid != os.getpid() and hasattr(os, "pidfd_open"):
                 try:
                     self._pidfds[place] = os.pidfd_open(pid)
@@ -77,12 +78,13 @@ class SharedTable:
 
     def mark_left(self, state: int) -> None:
         """Note for the others that this worker has left, and how: CLOSED or ABORTED."""
-        at = (self.place * CELLS + STATE) // 8
-        self._cells[at] = max(self._cells[at], state)
+        # With release: what this worker has posted is seen before its state.
+        state = max(self.read_state(self.place), state)
+        self._native.store(self.segment.start + self.place * CELLS + STATE, state)
 
     def read_state(self, place: int) -> int:
         """State of a worker: CLOSED, ABORTED, or 0 if it has not left."""
-        return int(self._cells[(place * CELLS + STATE) // 8])
+        return int(self._native.load(self.segment.start + place * CELLS + STATE))
 
     def is_dead(self, place: int) -> bool:
         """Whether the process of a worker has ended."""

@@ -15,21 +15,35 @@ from paceline.native.functions import address_of, load_functions
 
 OPEN, ENDED, MALFORMED = 0, -1, -2  # states of a link; positive ones are values of errno
 SENT, NOT_SENT = 0, -1  # results of `SocketMesh.send` besides the number of a message
+NO_LIMIT = 1 << 62  # bytes
 LARGEST = 1 << 44  # bytes of the largest message
 
 
 class _Arrival(ctypes.Structure):
     """A message that has come: `pl_arrival` of native/mesh.h."""
 
-    _fields_ = [("address", ctypes.c_void_p), ("nbytes", ctypes.c_int64), ("link", ctypes.c_int64)]
+    _fields_ = [
+        ("address", ctypes.c_void_p),
+        ("nbytes", ctypes.c_int64),
+        ("link", ctypes.c_int64),
+        ("channel", ctypes.c_int64),
+        ("key", ctypes.c_int64),
+        ("has_landed", ctypes.c_int64),
+    ]
 
 
 class ArrivedMessage(NamedTuple):
-    """Memory of a message, which is the caller's until `give_back`."""
+    """A message that has come. Its memory is the caller's until `give_back`.
+
+    If it has landed where it was expected, `nbytes` is there, and nothing at `address`.
+    """
 
     address: int
     nbytes: int
     link: int
+    channel: int
+    key: int
+    has_landed: bool
 
 
 class SocketMesh:
@@ -49,27 +63,40 @@ class SocketMesh:
         self._address = self._native.mesh_open(eager)
         if not self._address:
             raise ResourceError("the system has no room for another thread or epoll descriptor")
-        # The memory must outlive every call: threads that wait hold a reference to this object.
-        weakref.finalize(self, self._native.mesh_free, self._address)
+        self._process = os.getpid()
+        # The memory must outlive every call: threads that wait hold a reference to this object. So
+        # it isn't freed at exit, when threads may still wait.
+        finalizer = weakref.finalize(self, _free_mesh, self._address, self._process)
+        finalizer.atexit = False
 
     def add_link(self, connection: socket.socket) -> int:
         """Add a connected socket, which belongs to the mesh from then on."""
-        link = int(self._native.mesh_add(self._address, connection.fileno(), LARGEST))
+        descriptor = connection.detach()
+        link = int(self._native.mesh_add(self._address, descriptor, LARGEST))
         if link < 0:
-            connection.close()
+            os.close(descriptor)
             raise ResourceError("a connection can't be used: the mesh is closed, or has no room")
-        connection.detach()
         return link
 
     def send(
-        self, link: int, pieces: Sequence[tuple[int, int]], at_once: int, *, copies: bool = False
+        self,
+        link: int,
+        pieces: Sequence[tuple[int, int]],
+        *,
+        channel: int = 0,
+        key: int = 0,
+        at_once: int = NO_LIMIT,
+        copies: bool = False,
     ) -> int:
         """Send a message: what the network takes at once, and the rest in the background.
 
         Args:
             link: The link.
             pieces: Address and bytes of each piece.
-            at_once: Bytes of a message up to which the caller tries to write it itself.
+            channel: Number that the receiver gets with the message. Default: 0.
+            key: Another such number. Default: 0.
+            at_once: Bytes of a message up to which the caller tries to write it itself. Default: no
+                limit.
             copies: Whether the rest is copied. Default: no, pieces stay as they are until they have
                 been sent.
 
@@ -81,7 +108,7 @@ class SocketMesh:
         array = (ctypes.c_int64 * (2 * len(pieces)))(*chain.from_iterable(pieces))
         return int(
             self._native.mesh_send(
-                self._address, link, address_of(array), len(pieces), at_once, copies
+                self._address, link, channel, key, address_of(array), len(pieces), at_once, copies
             )
         )
 
@@ -94,7 +121,22 @@ class SocketMesh:
         arrival = _Arrival()
         if not self._native.mesh_take(self._address, address_of(arrival)):
             return None
-        return ArrivedMessage(arrival.address, arrival.nbytes, arrival.link)
+        return ArrivedMessage(
+            arrival.address,
+            arrival.nbytes,
+            arrival.link,
+            arrival.channel,
+            arrival.key,
+            bool(arrival.has_landed),
+        )
+
+    def expect_message(self, link: int, channel: int, key: int, address: int, nbytes: int) -> None:
+        """Give a message a place to land in, unless it has begun to come.
+
+        Messages of one channel and key land in the order of these calls. The place must stay as it
+        is until the message has come, or the mesh is closed.
+        """
+        self._native.mesh_expect(self._address, link, channel, key, address, nbytes)
 
     @property
     def changes(self) -> int:
@@ -125,8 +167,15 @@ class SocketMesh:
         return f"its connection has broken ({reason})"
 
     def close(self) -> None:
-        """End all links. Messages that were taken stay valid."""
-        self._native.mesh_close(self._address)
+        """End all links. Messages that were taken stay valid. Nothing happens in a fork."""
+        if os.getpid() == self._process:
+            self._native.mesh_close(self._address)
+
+
+def _free_mesh(address: int, process: int) -> None:
+    # A fork shares the sockets with its parent, and has no thread of the mesh.
+    if os.getpid() == process:
+        load_functions().mesh_free(address)
 
 
 def give_back(address: int) -> None:

@@ -53,7 +53,6 @@ class SegmentState(ctypes.Structure):
         ("turn", ctypes.c_int64),
         ("block", ctypes.c_int64),
         ("spin_ns", ctypes.c_int64),
-        ("asleep", ctypes.c_int64),
         ("interrupted", ctypes.c_int64),
     ]
 

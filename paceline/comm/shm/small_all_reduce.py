@@ -83,24 +83,21 @@ class SmallAllReduce(QueuedWork):
     def __init__(self, queue: WorkQueue, small: SmallCall, x: Tensor, out: Tensor) -> None:
         self.queue, self.call, self._small, self._x, self.result = queue, small.call, small, x, out
 
-    def begin(self) -> bool:
-        queue, segment = self.queue, self.queue.segment
-        self.target = queue.native.begin_small(
-            segment.operation,
-            segment.pointer,
-            self._small.address,
-            self._x.data_ptr(),
-            self.result.data_ptr(),
-        )
-        return True
-
     def advance(self) -> bool:
         if self._compares:
             return super().advance()
+        queue, segment = self.queue, self.queue.segment
         if not self.target:
-            self.begin()
-        segment = self.queue.segment
-        status = self.queue.native.advance_short(segment.operation)
+            # Ranks have rarely come at once, so the next look is in the wait.
+            self.target = queue.native.begin_small(
+                segment.operation,
+                segment.pointer,
+                self._small.address,
+                self._x.data_ptr(),
+                self.result.data_ptr(),
+            )
+            return False
+        status = queue.native.advance_short(segment.operation)
         if status == MISMATCH:
             self._compares, self.steps, self.target = True, segment.compare_calls(self.call), 0
             return super().advance()

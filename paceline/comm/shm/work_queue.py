@@ -42,10 +42,6 @@ class QueuedWork:
     ) -> None:
         self.queue, self.steps, self.call, self.inference = queue, steps, call, inference
 
-    def begin(self) -> bool:
-        """Begin at once, if that takes no more than a post. The queue has nothing else to do."""
-        return False
-
     def advance(self) -> bool:
         """Go on until other ranks have to come (False), or to the end (True)."""
         has_reached = self.queue.segment.has_reached
@@ -112,7 +108,7 @@ class WorkQueue:
         with self._lock:
             work.number = watch.count_call(CHANNEL)
             self._pending.append(work)
-            if not self._is_advancing and not (len(self._pending) == 1 and work.begin()):
+            if not self._is_advancing:
                 self._advance_oldest()
         return work
 
@@ -169,23 +165,29 @@ class WorkQueue:
 
         Returns whether it has ended in good order.
         """
+        started = time.perf_counter()
         # Others are kept from the queue for that moment, at most.
         if not self._lock.acquire(blocking=False):
             return False
-        watch, started = self.segment.watch, time.perf_counter()
         try:
-            if self._is_advancing or watch.broken is not None or self._pending[0] is not pending:
+            if self._is_advancing or self.segment.watch.broken is not None:
                 return False
-            if self.native.finish(self.segment.operation, BRIEF):
-                return False
-            pending.ended = True
-            self._pending.popleft()
-            return True
+            self._is_advancing = True
+            try:
+                # Another thread may have ended it.
+                if pending.ended or not self._pending or self._pending[0] is not pending:
+                    return pending.ended and pending.error is None
+                if self.native.finish(self.segment.operation, BRIEF):
+                    return False
+                pending.ended = True
+                self._pending.popleft()
+            finally:
+                self._is_advancing = False
         finally:
             self._lock.release()
-            watch.add_wait(started)
-            if self._pending:
-                self.advance_all()
+        self.segment.watch.add_wait(started)
+        self.advance_all()
+        return True
 
     def wait_until_ended(self, pending: QueuedWork, timeout: float | None = None) -> None:
         """Wait for the end of an operation. Raises errors of the wait, not of the operation."""

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.cluster import store
 from paceline.cluster.store import Store
-from paceline.comm.native.control import ControlNetwork
+from paceline.comm.native.control import SMALL, ControlNetwork
 from paceline.comm.p2p import connection
 from paceline.errors import DeadlineExceeded, PlaceError, SecretError, ViewChanged, WorkerLost
 from tests.harness import strangers
@@ -116,18 +116,29 @@ def test_what_the_network_does_not_take_is_sent_in_the_background(
     connected: Callable[[int], Ends],
 ) -> None:
     first, second = connected(2)
-    text = bytearray(random.Random(1).randbytes(24 << 20))
-    wanted, place = bytes(text), bytearray(len(text))
+    text = random.Random(1).randbytes(24 << 20)
+    place = bytearray(len(text))
     waiting = first.start_exchange(1, 0, [], [1])
     with ThreadPoolExecutor(1) as pool:
         heard = pool.submit(waiting.wait_within, 10 * PATIENCE)
-        sent = first.start_exchange(3, 0, [(1, memoryview(text))], [])
-        text[:] = bytes(len(text))  # it may be written to again
+        sent = first.start_exchange(3, 0, [(1, text)], [])
         # No thread waits for `sent`.
         assert second.start_exchange(3, 0, [], [0], [memoryview(place)]).wait_within(PATIENCE)
-        assert place == wanted and sent.wait_within(PATIENCE) and not heard.done()
+        assert bytes(place) == text and sent.wait_within(PATIENCE) and not heard.done()
         second.start_exchange(1, 0, [(0, b"end")], [])
         assert heard.result()
+
+
+def test_small_payloads_may_be_written_to_again(connected: Callable[[int], Ends]) -> None:
+    first, second = connected(2)
+    payloads = [bytearray([number]) * SMALL for number in range(60)]  # more than the network takes
+    for payload in payloads:
+        first.start_exchange(3, 0, [(1, memoryview(payload))], [])
+        payload[:] = b"?" * SMALL
+    for number in range(60):
+        place = bytearray(SMALL)
+        assert second.start_exchange(3, 0, [], [0], [memoryview(place)]).wait_within(PATIENCE)
+        assert set(place) == {number}
 
 
 def test_who_sends_to_one_that_has_gone_learns_of_it(connected: Callable[[int], Ends]) -> None:

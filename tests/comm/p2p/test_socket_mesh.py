@@ -44,27 +44,32 @@ def frame(data: bytes) -> bytes:
 
 
 def head(nbytes: int) -> bytes:
-    return struct.pack("=IIq48x", MAGIC, VERSION, nbytes)
+    return struct.pack("=IIqqq32x", MAGIC, VERSION, nbytes, 0, 0)
 
 
 def piece(data: Any) -> tuple[int, int]:
     return ctypes.addressof(data), len(data)
 
 
-def next_message(mesh: SocketMesh, link: int) -> bytes:
-    """Wait for the next message, and give its memory back."""
+def wait_for_message(mesh: SocketMesh) -> ArrivedMessage:
+    """Wait for the next message."""
     end = time.monotonic() + PATIENCE
     while True:
         seen = mesh.changes
         arrived = mesh.take_message()
         if arrived is not None:
-            assert arrived.link == link
-            data = ctypes.string_at(arrived.address, arrived.nbytes)
-            give_back(arrived.address)
-            return data
-        assert not mesh.find_end(link), mesh.find_end(link)
-        assert time.monotonic() < end
+            return arrived
+        assert not mesh.has_ended_links and time.monotonic() < end
         mesh.wait_for_change(seen, 1.0)
+
+
+def next_message(mesh: SocketMesh, link: int) -> bytes:
+    """Wait for the next message, and give its memory back."""
+    arrived = wait_for_message(mesh)
+    assert arrived.link == link
+    data = ctypes.string_at(arrived.address, arrived.nbytes)
+    give_back(arrived.address)
+    return data
 
 
 @pytest.mark.parametrize("at_once", [0, 1 << 18])
@@ -78,7 +83,7 @@ def test_messages_come_as_they_were_sent(mesh: SocketMesh, at_once: int) -> None
         start = ctypes.addressof(memory)
         cut = dice.randrange(n + 1)
         pieces = [(start, cut), (start, 0), (start + cut, n - cut)]
-        assert mesh.send(out, pieces, at_once) in (SENT, number)
+        assert mesh.send(out, pieces, at_once=at_once) in (SENT, number)
     assert [next_message(mesh, into) for _ in lengths] == [
         memory.raw[:n] for n, memory in zip(lengths, data, strict=True)
     ]
@@ -89,7 +94,7 @@ def test_many_pieces_are_sent_in_order(mesh: SocketMesh) -> None:
     one, other = connect()
     out, into = mesh.add_link(one), mesh.add_link(other)
     data = ctypes.create_string_buffer(random.Random(1).randbytes(999))
-    assert mesh.send(out, [(ctypes.addressof(data) + i, 1) for i in range(999)], 0) == 1
+    assert mesh.send(out, [(ctypes.addressof(data) + i, 1) for i in range(999)], at_once=0) == 1
     assert next_message(mesh, into) == data.raw[:999]
 
 
@@ -97,7 +102,7 @@ def test_a_sender_is_not_held_up_and_a_wait_for_it_ends(mesh: SocketMesh) -> Non
     one, other = connect()
     out = mesh.add_link(one)
     data = ctypes.create_string_buffer(1 << 24)
-    assert mesh.send(out, [piece(data)], 1 << 18) == 1
+    assert mesh.send(out, [piece(data)], at_once=1 << 18) == 1
     mesh.wait_for_change(mesh.changes, 0.05)
     assert mesh.count_sent(out) == 0
     reader = threading.Thread(target=lambda: [None for _ in iter(lambda: other.recv(1 << 20), b"")])
@@ -145,7 +150,7 @@ def test_a_link_ends_with_a_reason(mesh: SocketMesh, said: bytes, reason: str) -
     assert reason in mesh.find_end(into)
     came = came or mesh.take_message()
     assert (came is not None) == (said == frame(b"abc"))
-    assert mesh.send(into, [], 0) == NOT_SENT
+    assert mesh.send(into, []) == NOT_SENT
 
 
 def test_random_bytes_never_break_the_reader(mesh: SocketMesh) -> None:
@@ -193,16 +198,71 @@ def test_a_rest_is_copied(mesh: SocketMesh) -> None:
     out, into = mesh.add_link(one), mesh.add_link(other)
     data = ctypes.create_string_buffer(random.Random(2).randbytes(1 << 24))
     wanted = data.raw
-    assert mesh.send(out, [piece(data)], 1 << 30, copies=True) in (SENT, 1)
+    assert mesh.send(out, [piece(data)], copies=True) in (SENT, 1)
     ctypes.memset(data, 0, len(data))
     assert next_message(mesh, into) == wanted
+
+
+def test_expected_messages_land_in_their_order(mesh: SocketMesh) -> None:
+    dice = random.Random(11)
+    one, other = connect()
+    out, into = mesh.add_link(one), mesh.add_link(other)
+    for turn in range(60):
+        # Messages of three keys: some are expected before they are sent, and some afterwards.
+        sizes = [dice.choice((0, 1, 63, 64, 5000, 100_000, 700_001)) for _ in range(6)]
+        data = [ctypes.create_string_buffer(dice.randbytes(n), max(n, 1)) for n in sizes]
+        places = [ctypes.create_string_buffer(max(n, 1)) for n in sizes]
+        early = dice.randrange(7)
+        for number in range(early):
+            place = ctypes.addressof(places[number])
+            mesh.expect_message(into, 2, number % 3, place, sizes[number])
+        for number, memory in enumerate(data):
+            pieces = [(ctypes.addressof(memory), sizes[number])]
+            mesh.send(out, pieces, channel=2, key=number % 3, copies=True)
+        late = dice.choice((0.0, 0.001))
+        time.sleep(late)
+        for number in range(early, 6):
+            place = ctypes.addressof(places[number])
+            mesh.expect_message(into, 2, number % 3, place, sizes[number])
+        waiting = {key: [n for n in range(6) if n % 3 == key] for key in range(3)}
+        for _ in data:
+            arrived = wait_for_message(mesh)
+            number = waiting[arrived.key].pop(0)
+            assert (arrived.channel, arrived.nbytes) == (2, sizes[number]), turn
+            if not arrived.has_landed:
+                assert number >= early
+                ctypes.memmove(places[number], arrived.address, arrived.nbytes)
+            give_back(arrived.address)
+        for number, n in enumerate(sizes):
+            assert places[number].raw[:n] == data[number].raw[:n], (turn, number)
+
+
+def test_a_message_of_another_size_does_not_land(mesh: SocketMesh) -> None:
+    one, other = connect()
+    out, into = mesh.add_link(one), mesh.add_link(other)
+    data, place = ctypes.create_string_buffer(b"abc"), ctypes.create_string_buffer(2)
+    mesh.expect_message(into, 0, 0, ctypes.addressof(place), 2)
+    mesh.send(out, [(ctypes.addressof(data), 3)])
+    arrived = wait_for_message(mesh)
+    assert not arrived.has_landed and ctypes.string_at(arrived.address, 3) == b"abc"
+    assert place.raw == bytes(2)
+    give_back(arrived.address)
+
+
+def test_an_expected_message_comes_while_no_thread_waits(mesh: SocketMesh) -> None:
+    one, other = connect()
+    into, nbytes = mesh.add_link(other), 24 << 20
+    place = ctypes.create_string_buffer(nbytes)
+    mesh.expect_message(into, 0, 0, ctypes.addressof(place), nbytes)
+    one.sendall(frame(b"y" * nbytes))  # more than the network takes
+    assert wait_for_message(mesh).has_landed and place.raw == b"y" * nbytes
 
 
 def test_the_end_of_a_mesh_ends_waits(mesh: SocketMesh) -> None:
     one, other = connect()
     out = mesh.add_link(one)
     data = ctypes.create_string_buffer(1 << 24)
-    mesh.send(out, [piece(data)], 0)
+    mesh.send(out, [piece(data)], at_once=0)
     # One of them serves the sockets, the others sleep.
     waits = [
         threading.Thread(target=lambda: mesh.wait_for_change(mesh.changes, PATIENCE))
@@ -215,7 +275,7 @@ def test_the_end_of_a_mesh_ends_waits(mesh: SocketMesh) -> None:
     for thread in waits:
         thread.join(PATIENCE / 2)
         assert not thread.is_alive()
-    assert mesh.find_end(out) and mesh.send(out, [piece(data)], 0) == NOT_SENT
+    assert mesh.find_end(out) and mesh.send(out, [piece(data)], at_once=0) == NOT_SENT
     with pytest.raises(ResourceError):
         mesh.add_link(other)
 
@@ -245,7 +305,7 @@ def test_many_threads_wait_for_messages_of_many_links(mesh: SocketMesh) -> None:
     data = [ctypes.create_string_buffer(str(number).encode()) for number in range(500)]
     for memory in data:
         for out, _ in links:
-            mesh.send(out, [(ctypes.addressof(memory), len(memory) - 1)], 1 << 18, copies=True)
+            mesh.send(out, [(ctypes.addressof(memory), len(memory) - 1)], copies=True)
     for thread in threads:
         thread.join(PATIENCE)
     for _, into in links:
@@ -259,7 +319,7 @@ def through_bytes(message: Any) -> ArrivedMessage:
     """Bring a message into memory of a mesh."""
     mesh, (here, there) = SocketMesh(eager=True), connect()
     out, _ = mesh.add_link(here), mesh.add_link(there)
-    mesh.send(out, message.pieces, 0)
+    mesh.send(out, message.pieces)
     arrived: list[Any] = []
     wait_for(lambda: bool(arrived.append(mesh.take_message()) or arrived[-1]))
     mesh.close()
