@@ -4,8 +4,9 @@
                                                                          and answers higher ones
     a message:  channel | key | zeros | payload                          channels share a connection
 
-Workers agree by such messages, and sum small tensors, in every training step. Gloo could carry
-them, but would take ten times the processor time.
+Workers agree by such messages, and sum small tensors, in every training step. The mesh is lazy: a
+thread that waits for a message reads it. Gloo could carry them, but would take ten times the
+processor time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from paceline.comm.p2p.connection import (
 from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh, give_back
 from paceline.errors import DeadlineExceeded, PlaceError
 
-HEAD = struct.Struct("<BQ55x")  # channel and key; a whole cache line, so that payloads are aligned
+HEAD = struct.Struct("<BQ55x")  # channel and key, filled up to a cache line: payloads are aligned
 TICK = 0.1  # seconds between two looks at the deadline in a wait for callers
 Payload: TypeAlias = bytes | memoryview
 # Sender, channel and key. Messages that share all three keep their order.
@@ -130,7 +131,7 @@ class ControlExchange:
 class ControlNetwork:
     """One rank's end of the connections between all ranks of a group. For any thread.
 
-    `_lock` guards everything but the mesh.
+    `_lock` guards everything but the mesh, which has locks of its own.
 
     Args:
         address: Address of this worker to listen at.

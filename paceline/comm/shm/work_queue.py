@@ -43,7 +43,10 @@ class QueuedWork:
         self.queue, self.steps, self.call, self.inference = queue, steps, call, inference
 
     def begin(self) -> bool:
-        """Begin at once, if that takes no more than a post. The queue has nothing else to do."""
+        """Begin at once if that takes no more than a post. Returns whether it has begun.
+
+        The queue calls it for an operation that has no other one before it.
+        """
         return False
 
     def advance(self) -> bool:
@@ -165,11 +168,11 @@ class WorkQueue:
         return True
 
     def finish_small(self, pending: QueuedWork) -> bool:
-        """Wait for a moment, and end the oldest operation, which C does, if all ranks have come.
+        """Wait for a moment, and end a small all-reduce if all ranks come meanwhile.
 
-        Returns whether it has ended in good order.
+        Only the oldest operation of the queue can end. Returns whether `pending` has.
         """
-        # Others are kept from the queue for that moment, at most.
+        # Other threads are kept from the queue for that moment, but no longer.
         if not self._lock.acquire(blocking=False):
             return False
         watch, started = self.segment.watch, time.perf_counter()
