@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 import zipfile
 from collections.abc import Iterable
@@ -134,8 +133,7 @@ def test_an_editable_install_is_a_path_that_type_checkers_read(tmp_path: Path) -
 
 def test_an_sdist_builds_a_wheel_with_the_c_library(tmp_path: Path) -> None:
     sdist = build_distribution("build_sdist", copy_sources(tmp_path), tmp_path / "sdist")
-    with tarfile.open(sdist) as packed:
-        packed.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(sdist, tmp_path)
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     c_files = {path.name for path in (ROOT / "paceline/native").glob("*.[ch]")}
     assert {path.name for path in (unpacked / "paceline/native").glob("*.[ch]")} == c_files

@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     "checkpoint": 2490,
     "cluster": 7270,
     "codec": 880,
-    "comm": 8950,
+    "comm": 8960,
     "commands": 170,
     "data": 3200,
     "elastic": 1990,

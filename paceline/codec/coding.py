@@ -111,7 +111,7 @@ def cut_spans(x: Tensor, unit: int = 1) -> Iterator[tuple[int, int]]:
 
 
 def runs_in_c(x: Tensor) -> bool:
-    """Whether C codes a tensor: one on the CPU, if this system has the C library."""
+    """Whether a tensor is coded in C: it is on the CPU, and this system has the C library."""
     return x.device.type == "cpu" and type(x) is Tensor and has_library()
 
 

@@ -8,8 +8,8 @@ Each block has a float32 scale:
     int4     x = level * scale  -7 .. 7       largest |x| / 7           two levels a byte
     sign     x = level * scale  -1 or 1       mean |x|                  eight signs a byte
 
-On the CPU, C writes and reads the blocks (native/codecs.h); on other devices torch does. Both give
-the same bits.
+On the CPU, C writes and reads the blocks (native/codecs.h), with the bits of torch on one thread.
+On other devices, and on systems without the C library, torch does it.
 
 sign is the 1-bit SGD of Seide et al. 2014. A value that isn't finite makes its whole block not
 finite, so it is never lost.
@@ -191,7 +191,9 @@ class _LevelCoding(_BlockCoding):
             raise UsageError(wrong)
 
     def _draw_noise(self, numel: int, draw: Generator | None) -> Tensor | None:
-        return None if self.rounding == "nearest" else torch.rand(numel, generator=draw)
+        if self.rounding == "nearest":
+            return None
+        return torch.rand(numel, generator=draw, dtype=torch.float32, device="cpu")
 
     def _compute_levels(self, rows: Tensor, scales: Tensor, draw: Generator | None) -> Tensor:
         """Compute the levels, as float32, and write the scales into `scales`."""

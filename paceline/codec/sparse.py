@@ -128,7 +128,7 @@ def _find_large(x: Tensor, cutoff: Tensor, expected: int) -> Tensor:
         ]
         return torch.cat(candidates)
     while True:
-        indices = torch.empty(expected, dtype=torch.int32)
+        indices = torch.empty(expected, dtype=torch.int32, device="cpu")
         count = load_functions().find_large(
             x.data_ptr(), x.numel(), float(cutoff), indices.data_ptr(), expected
         )

@@ -1,1 +1,1 @@
-"""The C library: loops over shared memory that Python is too slow for, and how it is built."""
+"""The C library, which moves and adds tensors on the CPU, and how it is built and loaded."""

@@ -20,7 +20,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 LIBRARY = FOLDER / "_core.so"
 NO_COMPILER = 3  # exit code, for the Makefile
-SUPPORTED = sys.platform == "linux"  # workers share memory on Linux only
+SUPPORTED = sys.platform == "linux"  # the sources use futexes and epoll
 
 # No -march=native: a wheel runs on other processors too, so the sources choose at run time.
 # No contraction: a fused multiply-add rounds once where two operations round twice, and results
@@ -154,7 +154,7 @@ def build_library(
 if __name__ == "__main__":
     try:
         if not SUPPORTED:
-            print(f"not built: on {sys.platform} workers don't share memory, which it is for")
+            print(f"not built: the C library is for Linux, and this is {sys.platform}")
         else:
             print(f"{LIBRARY}: {'built' if build_library(LIBRARY) else 'up to date'}")
     except BuildError as error:

@@ -1,6 +1,7 @@
 """The functions of the C library, with the types of their arguments.
 
-Pointers are addresses, as integers. Each function is described in the C source.
+Pointers are addresses, as integers; Python keeps their memory alive. Each function is described in
+the C source.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from paceline.native.library import load_library, load_library_with_gil
 # name: (type of the result, types of the arguments)
 _Signatures = dict[str, tuple[Any, list[Any]]]
 
-# Functions that may wait or take long: other threads of Python run meanwhile.
+# Functions that may wait or take long. They release the GIL: other threads of Python run meanwhile.
 _LONG: _Signatures = {
     "wait": (c_int, [c_void_p, c_int, c_int64, c_int64]),
     "advance": (c_int64, [c_void_p]),
@@ -44,7 +45,7 @@ _LONG: _Signatures = {
     "mesh_close": (None, [c_void_p]),
     "mesh_free": (None, [c_void_p]),
 }
-# Functions of a microsecond: they keep the interpreter's lock, as giving it back takes longer.
+# Functions of a microsecond. They keep the GIL: releasing it takes longer than they do.
 _SHORT: _Signatures = {
     "open_segment": (None, [c_void_p, c_void_p, c_int64, c_int64]),
     "segment_bytes": (c_int64, [c_int64]),
@@ -83,7 +84,7 @@ _SHORT: _Signatures = {
     "mesh_changes": (c_uint32, [c_void_p]),
     "mesh_wake": (None, [c_void_p]),
 }
-_SYMBOLS = {"advance_short": "pl_advance"}  # functions whose name in C is another one
+_SYMBOLS = {"advance_short": "pl_advance"}  # functions that have another name in C
 
 
 class NativeFunctions:

@@ -19,7 +19,7 @@ def has_library() -> bool:
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Load the library for calls that release the GIL: those that wait, or take milliseconds.
+    """Load the library for calls that release the GIL: calls that wait, or take milliseconds.
 
     Raises:
         UsageError: The library is missing, can't be loaded, or is of other sources.
@@ -28,7 +28,7 @@ def load_library() -> ctypes.CDLL:
     if not has_library():
         raise ResourceError(f"on {sys.platform} paceline has no C library: it is for Linux")
     path = build.LIBRARY
-    # A wheel has no sources, so whoever installs it pays nothing for the check of the stamp.
+    # A wheel has no sources, so the stamp is checked in a clone only.
     in_source_tree = bool(build.list_sources())
     repair = f"run `python {build.__file__}`" if in_source_tree else "install paceline again"
     if not path.exists():
@@ -50,7 +50,7 @@ def load_library() -> ctypes.CDLL:
 
 @cache
 def load_library_with_gil() -> ctypes.PyDLL:
-    """Load the library for short calls, which keep the GIL: giving it up costs more than they do.
+    """Load the library for short calls, which keep the GIL: releasing it takes longer than they do.
 
     Raises:
         UsageError: See `load_library`, which checks the library.

@@ -146,7 +146,7 @@ class ControlExchange:
 class ControlNetwork:
     """One rank's end of the connections between all ranks of a group. For any thread.
 
-    `_lock` guards everything but the mesh.
+    `_lock` guards everything but the mesh, which has locks of its own.
 
     Args:
         address: Address of this worker to listen at.

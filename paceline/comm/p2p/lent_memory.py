@@ -1,4 +1,4 @@
-"""Memory of incoming messages, which goes back to its owner once no tensor lies in it any more."""
+"""Memory of messages that have come. It goes back to its owner once no tensor lies in it."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def make_message(header: bytes, tensors: Sequence[Tensor]) -> OutgoingMessage:
     """Make a message. Tensors are copied only if their bytes can't be sent from where they are."""
     start = LENGTH.pack(len(header)) + header
     at = len(start)
-    # A ctypes view of bytes, which are never written to, costs less than a copy.
+    # The address of `start` itself: nothing writes to it, and a copy would cost more.
     pieces, memory = [(_address_of_bytes(start), at)], list[object]([start])
     for x in tensors:
         if not (x.device.type == "cpu" and is_plain(x)):

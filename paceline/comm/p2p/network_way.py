@@ -3,8 +3,8 @@
     sender                    receiver
     send() --> mesh --> socket --> mesh --> a receive takes all messages that came to the inbox
 
-A thread of C moves the bytes: see `mesh`. Connections are made when they are first needed. Messages
-are read whether a receive waits for them or not, so a sender is never held up.
+C moves the bytes (`socket_mesh`). The mesh is eager: its thread reads messages before a receive
+waits for them, so a sender is never held up. Connections are made when they are first needed.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class _Outgoing:
 class NetworkWay:
     """The link to a worker on another host, in both directions.
 
-    `_unsent` has the messages that may still be read by the mesh, the oldest first; those without
-    a number wait for the connection. `_error` ends sending, `_ended` ends receiving. `_lock` guards
-    all of them.
+    `_unsent` has the messages whose memory the mesh may still read, the oldest first. Messages
+    without a number wait for the connection. `_error` ends sending, `_ended` ends receiving.
+    `_lock` guards all of them.
     """
 
     def __init__(

@@ -1,4 +1,7 @@
-"""Messages between processes over sockets, moved by a thread of C: see native/mesh.h."""
+"""Messages between processes over sockets, moved by C.
+
+native/mesh.h has the format of a message, and native/mesh.c says which thread does what.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +50,16 @@ class ArrivedMessage(NamedTuple):
 
 
 class SocketMesh:
-    """The links of one process, each a socket, and the thread that serves them. For any thread.
+    """The links of one process, each a socket, and a thread of C. Any thread may use them.
 
-    A link is a number. `changes` counts messages that came or were sent, and links that ended: a
-    thread reads it, looks for its message, and calls `wait_for_change` with it if the message is
-    not there.
+    A link is named by a number. `changes` grows when messages come or have been sent, and when a
+    link ends. To wait for a message, read `changes`, look for the message, and call
+    `wait_for_change` with the number if the message is not there.
 
     Args:
-        eager: Whether messages are read although no thread waits for one. If not, senders are held
-            up by messages that no thread takes, and small messages cost half as much.
+        eager: Whether the thread of C reads messages before a thread of Python waits for one. If
+            not, only threads that wait read: small messages cost less, but a sender is held up if
+            no thread takes its messages.
     """
 
     def __init__(self, *, eager: bool) -> None:
@@ -104,7 +108,7 @@ class SocketMesh:
             SENT; or a number: the message has been sent when `count_sent` reaches it; or NOT_SENT
             if the link has ended.
         """
-        # Two words for each `pl_piece` of native/mesh.h: its address and its bytes.
+        # An array of `pl_piece` (native/mesh.h): an address and a number of bytes for each piece.
         array = (ctypes.c_int64 * (2 * len(pieces)))(*chain.from_iterable(pieces))
         return int(
             self._native.mesh_send(
@@ -140,11 +144,11 @@ class SocketMesh:
 
     @property
     def changes(self) -> int:
-        """The number of changes so far."""
+        """Number of changes so far."""
         return int(self._native.mesh_changes(self._address))
 
     def wait_for_change(self, seen: int, seconds: float) -> None:
-        """Wait until `changes` is no longer `seen`, or the time is over."""
+        """Wait until `changes` is no longer `seen`, or `seconds` pass."""
         self._native.mesh_wait_change(self._address, seen, int(seconds * 1e9))
 
     def wake(self) -> None:

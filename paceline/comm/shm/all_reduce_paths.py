@@ -1,6 +1,6 @@
 """How one tensor is all-reduced or broadcast inside a host: by stages, in place, or after a move.
 
-through stages   every tensor: copied to the windows of the segment, piece by piece
+through stages   any tensor: copied to the segment, block by block, or at once if it is small
 in place         large tensors in registered memory, at the same place on all ranks
 moving           large tensors of code that knows nothing of registered memory: their memory is
                  moved there in the first call, and reduced in place from then on

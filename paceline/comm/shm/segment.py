@@ -1,8 +1,8 @@
 """The control segment of a group inside one host, and its two channels.
 
-The layout of the memory and the order of its reads and writes are in `native/segment.h`. Two
-channels run over it, each with a counter of every rank: *operations* on tensors, whose ranks post
-and go on, and *agreements*, which block.
+native/segment.h has the layout of the memory, and the order in which it is read and written. Two
+channels run over it, and each has a counter of every rank: *operations* on tensors, in which a rank
+posts and goes on, and *agreements*, in which it waits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TEXT = 4096  # bytes of a rank's text, and of its note
 TEXTS = 512
 METAS = TEXTS + 2 * TEXT
 MAILS = METAS + 2 * META
-OPERATIONS, AGREEMENTS = 0, 1  # the channels
+OPERATIONS, AGREEMENTS = 0, 1  # numbers of the channels
 BRIEF = 50_000  # nanoseconds of the first part of a wait
 REACHED = 0  # result of a wait whose target was reached
 Steps = Generator[int, None, Any]  # an operation: yields the post that others must have reached
@@ -77,14 +77,15 @@ class RankNotes:
         """Read a note. Empty if its writer has died in the middle of it."""
         text = ctypes.create_string_buffer(TEXT)
         nbytes = self._native.read_note(self._state, rank, address_of(text))
-        return text.raw[:nbytes]  # read only now: `raw` is a copy
+        return text.raw[:nbytes]  # after the call, as `raw` copies the buffer
 
 
 class ControlSegment:
     """One rank's view of the control segment.
 
     `state` holds this rank's counts of posts, meetings, turns of agreements and stages. C changes
-    them. `pointer` is its address, and `operation` that of the state of the operation under way.
+    them. `pointer` is the address of `state`. `operation` is the address of the memory in which C
+    holds the state of the operation under way.
 
     Args:
         segment: The memory, mapped by all ranks.
@@ -110,7 +111,7 @@ class ControlSegment:
         self.state = SegmentState()
         self.pointer = address_of(self.state)
         self._native.open_segment(self.pointer, segment.start, rank, self.size)
-        # State of the operation under way: only the oldest one of the queue has begun.
+        # One is enough: of the operations in the queue, only the oldest has begun.
         self._operation = ctypes.create_string_buffer(self._native.operation_bytes())
         self.operation = address_of(self._operation)
         self._span = self._native.segment_bytes(1)  # bytes of a rank
@@ -268,7 +269,7 @@ class ControlSegment:
 
     # ---- the channel of agreements
 
-    # (a tuple)
+    # The default is a tuple, which nothing can change (B008).
     def gather_bytes(
         self,
         payload: bytes,

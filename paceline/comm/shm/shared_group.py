@@ -1,7 +1,8 @@
-"""The group inside one host: CPU tensors in shared memory, added by torch's vector operations.
+"""The group inside one host: CPU tensors in shared memory, moved and added by C.
 
-`segment` has the memory and counters, `waiting` the waits, `queue` the operations under way,
-`reductions` the sums, `messages` everything that goes from one rank to another.
+`segment` has the memory and its counters, `waiting` the waits, `work_queue` the operations under
+way, `shared_reductions` and `small_all_reduce` the sums, and `window_messages` all messages from
+one rank to another.
 """
 
 from __future__ import annotations

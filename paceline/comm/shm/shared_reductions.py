@@ -1,4 +1,4 @@
-"""Reductions in shared memory, whose work is done by C: see native/operations.c.
+"""Reductions in shared memory: begins them, and lets C do the work (native/operations.c).
 
     small       at most SMALL bytes: every rank adds all of it, after one meeting
     staged      block by block through the stages of the segment
@@ -50,7 +50,7 @@ OPERATIONS: dict[str, int] = {"sum": 0, "mean": 1, "product": 2, "min": 3, "max"
 
 
 def advance_to_end(segment: ControlSegment) -> Steps:
-    """Advance the operation of C until it has ended. Returns 0, or MISMATCH."""
+    """Advance the operation that C does until it has ended. Returns 0, or MISMATCH."""
     advance, operation = load_functions().advance, segment.operation
     while (target := advance(operation)) > 0:
         yield target

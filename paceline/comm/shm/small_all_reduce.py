@@ -1,6 +1,7 @@
 """All-reduce of a small tensor with as little Python as possible.
 
-It is the all-reduce of `shared_reductions.all_reduce_small`, and ranks may mix both.
+Other ranks may take the way of `shared_reductions.all_reduce_small` in the same call: memory, marks
+and posts are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.comm.shm.work_queue import QueuedWork, WorkQueue
 from paceline.native.functions import address_of
 
 ENTRIES = 4096  # calls that are remembered
-_NO_STEPS: Steps = (target for target in range(0))  # of an operation that C does
+_NO_STEPS: Steps = (target for target in range(0))  # until ranks have to compare their calls
 
 
 class SmallCall(NamedTuple):
@@ -78,7 +79,7 @@ class SmallAllReduce(QueuedWork):
     inference = False  # C writes to any tensor
     steps = _NO_STEPS
     result: Tensor
-    _compares = False  # whether ranks compare their calls, which are different
+    _compares = False  # whether ranks compare the texts of their calls, as marks differ
 
     def __init__(self, queue: WorkQueue, small: SmallCall, x: Tensor, out: Tensor) -> None:
         self.queue, self.call, self._small, self._x, self.result = queue, small.call, small, x, out

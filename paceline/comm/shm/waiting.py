@@ -1,12 +1,13 @@
 """Waits for other processes of a host: polls at first, sleeps later, and finds lost ranks early.
 
-A wait polls for up to 0.1 ms, yielding the core in between (the others are near), and less after
-waits that polls did not end, or if others use the core. Then it sleeps for 2 ms, after 20 ms for
-10 ms. A sleep ends when another rank posts something. See native/segment.c.
+C polls for up to 0.1 ms, as the other ranks are near, and yields the core in between. It polls for
+less time if polling did not end the last waits, or if other processes use the core. Then it sleeps
+(native/segment.c). A sleep ends when another rank posts something, or after 2 ms; once a wait has
+taken 20 ms, after 10 ms.
 
-If operations are pending in other groups, sleeps are naps of 50 us, later 200 us, and operations
-are advanced in between: no bell rings for them. Every 2 ms the rank looks whether the missing
-ranks can still come.
+A post in another group ends no sleep of this one. So if operations are pending in other groups, the
+rank sleeps for 50 us at a time, later 200 us, and advances them in between. Every 2 ms it looks
+whether the missing ranks can still come.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     rank 0 sends    | to 1 ..... | to 2 ....... | to all ..... |
     windows         |    0    |    1    |    2    |    3    |
 
-A window is one stage. A rank writes two windows ahead of the one that is read. C copies the
-messages: see native/operations.c.
+Each window goes through one stage. A rank writes up to two windows ahead of the one that is read. C
+copies the messages (native/operations.c).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class WindowMessage(NamedTuple):
 class MessageStretch(ctypes.Structure):
     """A part of a message in one window: `pl_stretch` of native/operations.h.
 
-    `rank` is the sender, in whose stage the part lies at byte `offset`. `address` is where it lies
-    in private memory.
+    `rank` is the sender. The part lies in its stage at byte `offset`, and in private memory at
+    `address`.
     """
 
     _fields_ = [

@@ -161,9 +161,9 @@ class WorkQueue:
         return True
 
     def finish_small(self, pending: QueuedWork) -> bool:
-        """Wait for a moment, and end the oldest operation, which C does, if all ranks have come.
+        """Wait for a moment, and end a small all-reduce if all ranks come meanwhile.
 
-        Returns whether it has ended in good order.
+        Only the oldest operation of the queue can end. Returns whether `pending` has.
         """
         started = time.perf_counter()
         # Others are kept from the queue for that moment, at most.
