@@ -174,7 +174,7 @@ static block *take_block(pl_mesh *mesh, int64_t nbytes) {
 static void close_descriptors(pl_mesh *mesh) {
   pthread_mutex_lock(&mesh->lock);
   int *descriptors[] = {&mesh->readers, &mesh->bell, &mesh->kick, &mesh->writers};
-  if (mesh->eager) mesh->writers = -1;
+  if (mesh->eager) mesh->writers = -1; /* the same as `readers` */
   for (int i = 0; i < 4; i++) {
     if (*descriptors[i] >= 0) close(*descriptors[i]);
     *descriptors[i] = -1;
@@ -342,9 +342,10 @@ static int copy_rest(outgoing *message) {
   return 1;
 }
 
-/* Send a message with a channel and a key of the caller's choice. If nothing waits in front of it and it has at most `at_once` bytes, the caller
-   writes what the network takes; the rest is left to the thread. With `copies` the rest is copied;
-   else the pieces must stay as they are until it is sent.
+/* Send a message with a channel and a key of the caller's choice. If nothing waits in front of it
+   and it has at most `at_once` bytes, the caller writes what the network takes; the rest is left to
+   the thread. With `copies` the rest is copied; else the pieces must stay as they are until it is
+   sent.
 
    Returns PL_SENT; or the number of the message on its link, from 1 on, of which something is left
    to send; or PL_NOT_SENT if the link has ended, or there is no memory. */
@@ -554,8 +555,8 @@ static int claim(block *message, int64_t link, int64_t channel, int64_t key) {
 
 /* Expect a message of `nbytes` on a link, and give it a place. The place must stay as it is until
    the message has come, or the mesh is closed. Messages of one channel and key land in the order of
-   these calls. Returns 1; or 0 if the message has begun to come, or the link has ended: then nothing
-   is written to the place, and it comes in memory of its own. */
+   these calls. Returns 1; or 0 if the message has begun to come, or the link has ended: then
+   nothing is written to the place, and the message comes in memory of its own. */
 int pl_mesh_expect(pl_mesh *mesh, int64_t number, int64_t channel, int64_t key, void *address,
                    int64_t nbytes) {
   pl_link *each = get_link(mesh, number);
@@ -616,7 +617,7 @@ static void serve(pl_mesh *mesh, int epoll, int milliseconds) {
          as long as it rings. */
       if (!is_leader && atomic_load(&mesh->has_leader)) sched_yield();
       else if (read(mesh->bell, &rings, sizeof rings) < 0) continue;
-      else if (!is_leader && atomic_load(&mesh->has_leader)) ring(mesh, &mesh->bell); /* it has come */
+      else if (!is_leader && atomic_load(&mesh->has_leader)) ring(mesh, &mesh->bell);
     } else if (number == KICK) {
       /* While the mesh is closing, it goes on, so that every thread hears it. */
       if (!atomic_load(&mesh->closing) && read(mesh->kick, &rings, sizeof rings) < 0) continue;
@@ -785,9 +786,9 @@ int pl_mesh_state(pl_mesh *mesh, int64_t number) {
   return state;
 }
 
-/* Tell the other side that this is the end, even if a fork still holds the socket. Some unread bytes
-   are read first: the kernel resets a connection that is closed with any, and messages to the other
-   side could be lost. A sender of many is told by such a reset. */
+/* Tell the other side that this is the end, even if a fork still holds the socket. Some unread
+   bytes are read first: the kernel resets a connection that is closed with any, and messages to the
+   other side could be lost. A sender of many is told by such a reset. */
 static void hang_up(int descriptor) {
   char nothing[4096];
   shutdown(descriptor, SHUT_WR);
