@@ -6,14 +6,10 @@
 
    Not defined by torch, so not matched: the sign of a scale that is 0 (here it is +0; in torch it
    depends on the position of the block), and payloads of nan. */
-#ifndef PACELINE_CODECS_H
-#define PACELINE_CODECS_H
+#ifndef PL_CODECS_H
+#define PL_CODECS_H
 
-#include <stdint.h>
-
-#ifndef PL_EXPORT
-#define PL_EXPORT __attribute__((visibility("default")))
-#endif
+#include "core.h"
 
 enum pl_coding { PL_INT8 = 0, PL_INT4, PL_SIGN };
 

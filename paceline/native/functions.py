@@ -31,7 +31,7 @@ _LONG: _Signatures = {
         [c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int],
     ),
     "begin_messages": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
-    "reduce": (c_int, [c_void_p, c_int, c_void_p, c_int, c_void_p, c_int64, c_int, c_int]),
+    "reduce": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int64, c_int, c_int]),
     "futex_wait": (None, [c_void_p, c_uint32, c_int64]),
     "encode": (c_int, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
     "decode": (c_int, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),

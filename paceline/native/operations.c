@@ -96,7 +96,7 @@ static void add_block(pl_operation *operation, int64_t k) {
   void *outs[2] = {pl_stage(segment, segment->rank, operation->base + k) + at,
                    operation->out + block + at};
   parts[segment->rank] = operation->x + block + at;
-  pl_reduce(outs, 2, parts, (int)segment->size, NULL, high - low, operation->dtype, operation->op);
+  pl_reduce(outs, 2, parts, (int)segment->size, high - low, operation->dtype, operation->op);
 }
 
 /* Copy the other ranks' sums of a block from their stages. */
@@ -160,7 +160,7 @@ static void add_piece(pl_operation *operation, int64_t k) {
         pl_stage(segment, rank, operation->base + k) + segment->rank * operation->part;
   parts[segment->rank] = operation->x + low * operation->item;
   void *out = operation->out + (low - first) * operation->item;
-  pl_reduce(&out, 1, parts, (int)segment->size, NULL, high - low, operation->dtype, operation->op);
+  pl_reduce(&out, 1, parts, (int)segment->size, high - low, operation->dtype, operation->op);
 }
 
 /* Begin to reduce `x`; this rank's piece goes to `out`. `bounds` has size + 1 entries, and stays
@@ -256,7 +256,7 @@ static int64_t end_small(pl_operation *operation) {
   for (int64_t rank = 0; rank < segment->size; rank++)
     parts[rank] = pl_part(segment, rank, PL_SMALLS + operation->parity * PL_SMALL);
   void *out = operation->out;
-  pl_reduce(&out, 1, parts, (int)segment->size, NULL, operation->count, operation->dtype,
+  pl_reduce(&out, 1, parts, (int)segment->size, operation->count, operation->dtype,
             operation->op);
   return 0;
 }

@@ -1,298 +1,216 @@
 /* The loops of reduce.c, included once for each instruction set.
 
+   Real numbers are reduced in registers, in one pass over all parts, a unit of two vectors at a
+   time. float16 and bfloat16 are widened to float32 when they are loaded:
+
+   parts[0]   parts[1]  ...  parts[n-1]
+       |          |               |
+      load  ->  fold   -> ... -> fold -> divide (mean) -> store to every out
+
+   All parts of a unit are read before an out is written: an out may be a part.
+
    The includer defines:
-   ISA(name)      the name of this copy of a function or type
-   TARGET         the attribute that lets the compiler use the instructions, or nothing
-   TARGET_FMA     the same with fused multiplications. Only loops that ask for them have it: gcc 12
-                  fuses complex products even under -ffp-contract=off
-   FUSE(T, a, b, c)                      a * b + c, rounded once if the instruction set can
-   VECTOR_BYTES   length of a vector
-   FUSE_FLOATS(total, x, factor)         for vectors: total = x * factor + total, like FUSE
-   WIDEN_F16(x, from)                    for vectors: x = the float16 numbers from `from` on
-   NARROW_F16(words, low, high)          for vectors: words = low and high, rounded to float16
+   ISA(name)                      the name of this copy of a function or type
+   TARGET                         the attribute that allows the instructions, or nothing
+   VECTOR_BYTES                   length of a vector
+   WIDEN_F16(x, from)             x = the float16 numbers from `from` on
+   NARROW_F16(words, low, high)   words = low and high, rounded to float16 */
 
-   `to` may be exactly one of the inputs, never overlap them otherwise, so each loop promises the
-   compiler that its rounds are independent (VECTORIZE). n counts lanes: a complex number has 2. */
+#define VECTOR(name, T) typedef T ISA(name) __attribute__((vector_size(VECTOR_BYTES)))
+VECTOR(f32, float);
+VECTOR(f64, double);
+VECTOR(i8, int8_t);
+VECTOR(i16, int16_t);
+VECTOR(i32, int32_t);
+VECTOR(i64, int64_t);
+VECTOR(u8, uint8_t);
+VECTOR(u16, uint16_t);
+VECTOR(u32, uint32_t);
+VECTOR(u64, uint64_t);
+/* A vector in memory of any type and alignment. */
+typedef uint32_t ISA(loose) __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
+enum { ISA(UNIT) = 2 * VECTOR_BYTES };
 
-/* to = a (op) b. The last argument is the value for one element. */
-#define FOLD(name, T, VALUE)                                                                      \
-    TARGET static void ISA(name)(void *to_, const void *a_, const void *b_, int64_t n) {          \
-        T *to = to_;                                                                              \
-        const T *from_a = a_, *from_b = b_;                                                       \
-        VECTORIZE for (int64_t i = 0; i < n; i++) {                                               \
-            const T a = from_a[i], b = from_b[i];                                                 \
-            to[i] = VALUE;                                                                        \
-        }                                                                                         \
+/* Load a unit. A word of bfloat16 has two elements: even vectors get the first elements of words
+   and odd ones the second, so that a shift or a mask converts them and no lane moves. */
+TARGET INLINE void ISA(load_unit)(ISA(u32) *x, const char *from, int dtype) {
+  for (int k = 0; k < count_totals(dtype); k++) {
+    if (dtype == PL_F16) {
+      ISA(f32) wide;
+      WIDEN_F16(wide, (const uint16_t *)(const void *)from + k * (VECTOR_BYTES / 4));
+      x[k] = (ISA(u32))wide;
+    } else if (dtype == PL_BF16) {
+      const ISA(u32) words = ((const ISA(loose) *)(const void *)from)[k / 2];
+      x[k] = k % 2 ? words & 0xffff0000u : words << 16;
+    } else {
+      x[k] = ((const ISA(loose) *)(const void *)from)[k];
     }
-
-/* Comparisons with nan are false: the second line takes b if b is nan, the first a if a is nan. */
-#define FLOAT_MIN (a != a ? a : a < b ? a : b)
-#define FLOAT_MAX (a != a ? a : a > b ? a : b)
-
-#define FLOAT_FOLDS(suffix, T)                                                                    \
-    FOLD(add_##suffix, T, a + b)                                                                  \
-    FOLD(multiply_##suffix, T, a *b)                                                              \
-    FOLD(min_##suffix, T, FLOAT_MIN)                                                              \
-    FOLD(max_##suffix, T, FLOAT_MAX)
-
-/* Unsigned arithmetic of type U wraps; overflow of signed ones and promoted shorts is undefined. */
-#define INTEGER_FOLDS(suffix, T, U)                                                               \
-    FOLD(add_##suffix, T, (T)((U)a + (U)b))                                                       \
-    FOLD(multiply_##suffix, T, (T)((U)a * (U)b))                                                  \
-    FOLD(min_##suffix, T, a < b ? a : b)                                                          \
-    FOLD(max_##suffix, T, a > b ? a : b)                                                          \
-    FOLD(and_##suffix, T, (T)(a & b))                                                             \
-    FOLD(or_##suffix, T, (T)(a | b))                                                              \
-    FOLD(xor_##suffix, T, (T)(a ^ b))
-
-FLOAT_FOLDS(f32, float)
-FLOAT_FOLDS(f64, double)
-INTEGER_FOLDS(i8, int8_t, uint32_t)
-INTEGER_FOLDS(i16, int16_t, uint32_t)
-INTEGER_FOLDS(i32, int32_t, uint32_t)
-INTEGER_FOLDS(i64, int64_t, uint64_t)
-INTEGER_FOLDS(u8, uint8_t, uint32_t)
-
-/* Real and imaginary parts are lanes next to each other; n counts lanes. */
-#define COMPLEX_FOLD(name, T, REAL, IMAGINARY)                                                    \
-    TARGET static void ISA(name)(void *to_, const void *a_, const void *b_, int64_t n) {          \
-        T *to = to_;                                                                              \
-        const T *from_a = a_, *from_b = b_;                                                       \
-        VECTORIZE for (int64_t i = 0; i < n / 2; i++) {                                           \
-            const T a = from_a[2 * i], b = from_a[2 * i + 1];                                     \
-            const T c = from_b[2 * i], d = from_b[2 * i + 1];                                     \
-            to[2 * i] = REAL;                                                                     \
-            to[2 * i + 1] = IMAGINARY;                                                            \
-        }                                                                                         \
-    }
-
-/* Torch adds b * (1 + 0i): an infinite b becomes nan. */
-#define COMPLEX_FOLDS(suffix, T)                                                                  \
-    COMPLEX_FOLD(add_##suffix, T, a + (c - d * (T)0), b + (c * (T)0 + d))                         \
-    COMPLEX_FOLD(multiply_##suffix, T, a *c - b * d, a *d + b * c)
-
-COMPLEX_FOLDS(c64, float)
-COMPLEX_FOLDS(c128, double)
-
-/* to = x * factor; to = x / divisor; to = to + x * factor. */
-#define SCALES(suffix, T)                                                                         \
-    TARGET static void ISA(scale_##suffix)(void *to_, const void *x_, double factor_, int64_t n) { \
-        T *to = to_;                                                                              \
-        const T *x = x_, factor = (T)factor_;                                                     \
-        VECTORIZE for (int64_t i = 0; i < n; i++) to[i] = x[i] * factor;                          \
-    }                                                                                             \
-    TARGET static void ISA(divide_##suffix)(void *to_, const void *x_, double by_, int64_t n) {   \
-        T *to = to_;                                                                              \
-        const T *x = x_, by = (T)by_;                                                             \
-        VECTORIZE for (int64_t i = 0; i < n; i++) to[i] = x[i] / by;                              \
-    }                                                                                             \
-    TARGET_FMA static void ISA(scale_add_##suffix)(void *to_, const void *x_, double factor_,     \
-                                                   int64_t n) {                                   \
-        T *to = to_;                                                                              \
-        const T *x = x_, factor = (T)factor_;                                                     \
-        VECTORIZE for (int64_t i = 0; i < n; i++) to[i] = FUSE(T, x[i], factor, to[i]);           \
-    }
-
-SCALES(f32, float)
-SCALES(f64, double)
-
-/* A complex number times 1/n + 0i, or divided by n + 0i as torch does it: by Smith's method, with a
-   reciprocal. The products with 0 decide the signs of zeros, and turn infinities into nan. */
-#define COMPLEX_MEANS(suffix, T)                                                                  \
-    TARGET static void ISA(scale_##suffix)(void *to_, const void *x_, double factor_, int64_t n) { \
-        T *to = to_;                                                                              \
-        const T *x = x_, c = (T)factor_, d = 0;                                                   \
-        VECTORIZE for (int64_t i = 0; i < n / 2; i++) {                                           \
-            const T a = x[2 * i], b = x[2 * i + 1];                                               \
-            to[2 * i] = a * c - b * d;                                                            \
-            to[2 * i + 1] = a * d + b * c;                                                        \
-        }                                                                                         \
-    }                                                                                             \
-    TARGET static void ISA(divide_##suffix)(void *to_, const void *x_, double by_, int64_t n) {   \
-        T *to = to_;                                                                              \
-        const T *x = x_, reciprocal = (T)1 / (T)by_, ratio = 0;                                   \
-        VECTORIZE for (int64_t i = 0; i < n / 2; i++) {                                           \
-            const T a = x[2 * i], b = x[2 * i + 1];                                               \
-            to[2 * i] = (a + b * ratio) * reciprocal;                                             \
-            to[2 * i + 1] = (b - a * ratio) * reciprocal;                                         \
-        }                                                                                         \
-    }
-
-COMPLEX_MEANS(c64, float)
-COMPLEX_MEANS(c128, double)
-
-/* ---- halves: two vectors of float32 at a time, which are two vectors of bytes of memory each
-
-   bfloat16: two elements lie in a word. `low` has the first elements of the words and `high` the
-   second ones, so that a shift or a mask converts them: no lane moves. float16 keeps its order. */
-typedef float ISA(floats) __attribute__((vector_size(VECTOR_BYTES)));
-typedef int32_t ISA(ints) __attribute__((vector_size(VECTOR_BYTES)));
-enum { ISA(LANES) = VECTOR_BYTES / 4, ISA(UNIT) = VECTOR_BYTES / 2 };
-
-TARGET INLINE void ISA(round_to_bf16)(ISA(floats) *x) {
-    const ISA(ints) bits = (ISA(ints))*x, nan = *x != *x;
-    /* Half of the last place, less one if the last place is even: ties go to even. */
-    *x = (ISA(floats))((nan & 0x7fc00000) | (~nan & (bits + 0x7fff + (bits >> 16 & 1))));
+  }
 }
 
-TARGET_FMA INLINE void ISA(fold_floats)(ISA(floats) *total, const ISA(floats) *x, int op,
-                                        float factor) {
-    const ISA(floats) a = *total, b = *x;
-    const ISA(ints) takes_a = (a != a) | (op == PL_MIN ? a < b : a > b);
-    if (op == PL_SUM)
-        *total = a + b;
-    else if (op == PL_PRODUCT)
-        *total = a * b;
-    else if (op == SCALE_ADD)
-        FUSE_FLOATS(*total, b, factor);
+/* Round floats to bfloat16 in their upper bits. Ties go to even: half of the last place is added,
+   less one if the last place is even. */
+TARGET INLINE void ISA(round_to_bf16)(ISA(u32) *x) {
+  const ISA(u32) nan = (ISA(u32))((ISA(f32))*x != (ISA(f32))*x);
+  *x = (nan & 0x7fc00000u) | (~nan & (*x + 0x7fffu + (*x >> 16 & 1u)));
+}
+
+/* total = total (op) x, in lanes of type T. Unsigned lanes U wrap; overflow of signed ones is
+   undefined. Masks of comparisons have lanes of type M; comparisons with nan are false. */
+#define FOLD(T, U, M)                                                                             \
+  do {                                                                                            \
+    const ISA(T) a = (ISA(T))*total, b = (ISA(T))*x;                                              \
+    const ISA(M) takes_a = (a != a) | (op == PL_MIN ? a < b : a > b);                             \
+    if (op == PL_SUM || op == PL_MEAN)                                                            \
+      *total = (ISA(u32))((ISA(U))a + (ISA(U))b);                                                 \
+    else if (op == PL_PRODUCT)                                                                    \
+      *total = (ISA(u32))((ISA(U))a * (ISA(U))b);                                                 \
+    else                                                                                          \
+      *total = (ISA(u32))((takes_a & (ISA(M))a) | (~takes_a & (ISA(M))b));                        \
+  } while (0)
+
+TARGET INLINE void ISA(fold)(ISA(u32) *total, const ISA(u32) *x, int dtype, int op) {
+  switch (dtype) {
+    case PL_F64: FOLD(f64, f64, i64); break;
+    case PL_I8: FOLD(i8, u8, i8); break;
+    case PL_I16: FOLD(i16, u16, i16); break;
+    case PL_I32: FOLD(i32, u32, i32); break;
+    case PL_I64: FOLD(i64, u64, i64); break;
+    case PL_U8: FOLD(u8, u8, i8); break;
+    default: FOLD(f32, f32, i32);
+  }
+}
+
+TARGET INLINE void ISA(divide)(ISA(u32) *total, int n, int dtype) {
+  const int multiplies = is_power_of_two(n); /* 1/n is exact */
+  if (dtype == PL_F64) {
+    const ISA(f64) sum = (ISA(f64))*total;
+    *total = (ISA(u32))(multiplies ? sum * (1.0 / n) : sum / (double)n);
+  } else {
+    const ISA(f32) sum = (ISA(f32))*total;
+    *total = (ISA(u32))(multiplies ? sum * (1.0f / (float)n) : sum / (float)n);
+  }
+}
+
+/* Reduce the n bytes from `at` on, at most a unit. Here and below, the arguments n, dtype and op
+   are constants after inlining, so that no branch on them is left. */
+TARGET INLINE void ISA(reduce_unit)(void *const *outs, int n_outs, const void *const *parts,
+                                    int n_parts, int64_t at, size_t n, int dtype, int op) {
+  const int totals = count_totals(dtype), is_whole = n == ISA(UNIT);
+  ISA(u32) total[4], x[4];
+  char tail[ISA(UNIT)] = {0};
+#define PART(k)                                                                                   \
+  (is_whole ? (const char *)parts[k] + at : memcpy(tail, (const char *)parts[k] + at, n))
+  ISA(load_unit)(total, PART(0), dtype);
+  for (int k = 1; k < n_parts; k++) {
+    ISA(load_unit)(x, PART(k), dtype);
+    for (int v = 0; v < totals; v++) ISA(fold)(&total[v], &x[v], dtype, op);
+  }
+#undef PART
+  for (int v = 0; v < totals; v++) {
+    if (op == PL_MEAN) ISA(divide)(&total[v], n_parts, dtype);
+    /* A min or max is one of the parts. */
+    if (dtype == PL_BF16 && op != PL_MIN && op != PL_MAX) ISA(round_to_bf16)(&total[v]);
+  }
+  for (int v = 0; v < 2; v++) {
+    x[v] = total[v];
+    if (dtype == PL_F16) NARROW_F16(x[v], (ISA(f32))total[2 * v], (ISA(f32))total[2 * v + 1]);
+    if (dtype == PL_BF16) x[v] = total[2 * v] >> 16 | (total[2 * v + 1] & 0xffff0000u);
+  }
+  for (int k = 0; k < n_outs; k++) {
+    ISA(loose) *out = (ISA(loose) *)(void *)((char *)outs[k] + at);
+    if (is_whole)
+      out[0] = x[0], out[1] = x[1];
     else
-        *total = (ISA(floats))((takes_a & (ISA(ints))a) | (~takes_a & (ISA(ints))b));
+      memcpy(out, x, n);
+  }
 }
 
-/* Load n elements, at most a unit. */
-TARGET INLINE void ISA(load_halves)(ISA(floats) *low, ISA(floats) *high, const uint16_t *from,
-                                    size_t n, int is_bf16) {
-    uint16_t tail[ISA(UNIT)] = {0};
-    if (n < ISA(UNIT)) from = memcpy(tail, from, n * sizeof *tail);
-    if (is_bf16) {
-        ISA(ints) words;
-        memcpy(&words, from, sizeof words);
-        *low = (ISA(floats))(words << 16), *high = (ISA(floats))(words & (int32_t)0xffff0000);
-    } else {
-        WIDEN_F16(*low, from);
-        WIDEN_F16(*high, from + ISA(LANES));
-    }
+TARGET INLINE int ISA(reduce_real)(void *const *outs, int n_outs, const void *const *parts,
+                                   int n_parts, int64_t nbytes, int dtype, int op) {
+  int64_t at = 0;
+  for (; at + ISA(UNIT) <= nbytes; at += ISA(UNIT))
+    ISA(reduce_unit)(outs, n_outs, parts, n_parts, at, ISA(UNIT), dtype, op);
+  if (at < nbytes)
+    ISA(reduce_unit)(outs, n_outs, parts, n_parts, at, (size_t)(nbytes - at), dtype, op);
+  return 0;
 }
 
-/* Reduce the n elements from i on, at most a unit. The arguments n, op, is_bf16 and has_weights are
-   constants where this is inlined, so that no branch on them is left. `factor` is that of SCALE and
-   SCALE_ADD; the result is divided by `divisor` if that is not 0. */
-TARGET_FMA INLINE void ISA(reduce_unit)(uint16_t *const *outs, int n_outs,
-                                        const uint16_t *const *parts, int n_parts,
-                                        const double *weights, float factor, float divisor,
-                                        int64_t i, size_t n, int op, int is_bf16,
-                                        int has_weights) {
-    ISA(floats) total_low = {0}, total_high = {0}, low = {0}, high = {0};
-    ISA(ints) words;
-    int k = 0;
-    while (has_weights && k < n_parts && weights[k] == 0.0) k++;
-    if (k < n_parts) {
-        ISA(load_halves)(&total_low, &total_high, parts[k] + i, n, is_bf16);
-        if (has_weights) total_low *= (float)weights[k], total_high *= (float)weights[k];
-    }
-    for (k++; k < n_parts; k++) {
-        if (has_weights && weights[k] == 0.0) continue;
-        ISA(load_halves)(&low, &high, parts[k] + i, n, is_bf16);
-        if (has_weights) low *= (float)weights[k], high *= (float)weights[k];
-        ISA(fold_floats)(&total_low, &low, op, factor);
-        ISA(fold_floats)(&total_high, &high, op, factor);
-    }
-    if (op == SCALE) total_low *= factor, total_high *= factor;
-    if (op == PL_SUM && divisor != 0) total_low /= divisor, total_high /= divisor;
-    if (is_bf16) {
-        if (op != PL_MIN && op != PL_MAX) { /* these are one of the parts */
-            ISA(round_to_bf16)(&total_low);
-            ISA(round_to_bf16)(&total_high);
-        }
-        words = ((ISA(ints))total_low >> 16 & 0xffff) |
-                ((ISA(ints))total_high & (int32_t)0xffff0000);
-    } else {
-        NARROW_F16(words, total_low, total_high);
-    }
-    for (k = 0; k < n_outs; k++) memcpy(outs[k] + i, &words, n * sizeof **outs);
-}
-
-#define REDUCE_ALL(op, is_bf16, has_weights)                                                      \
-    do {                                                                                          \
-        int64_t i = 0;                                                                            \
-        for (; i + ISA(UNIT) <= count; i += ISA(UNIT))                                            \
-            ISA(reduce_unit)(outs, n_outs, parts, n_parts, weights, factor, divisor, i,           \
-                             ISA(UNIT), op, is_bf16, has_weights);                                \
-        if (i < count)                                                                            \
-            ISA(reduce_unit)(outs, n_outs, parts, n_parts, weights, factor, divisor, i,           \
-                             (size_t)(count - i), op, is_bf16, has_weights);                      \
-    } while (0)
-
-#define HALVES(suffix, is_bf16)                                                                   \
-    TARGET_FMA static void ISA(reduce_##suffix)(                                                  \
-        uint16_t *const *outs, int n_outs, const uint16_t *const *parts, int n_parts,             \
-        const double *weights, int64_t count, int op, float factor) {                             \
-        const float divisor = op == PL_MEAN ? (float)n_parts : 0.0f;                              \
-        if (weights)                                                                              \
-            REDUCE_ALL(PL_SUM, is_bf16, 1);                                                       \
-        else if (op == PL_PRODUCT)                                                                \
-            REDUCE_ALL(PL_PRODUCT, is_bf16, 0);                                                   \
-        else if (op == PL_MIN)                                                                    \
-            REDUCE_ALL(PL_MIN, is_bf16, 0);                                                       \
-        else if (op == PL_MAX)                                                                    \
-            REDUCE_ALL(PL_MAX, is_bf16, 0);                                                       \
-        else if (op == SCALE)                                                                     \
-            REDUCE_ALL(SCALE, is_bf16, 0);                                                        \
-        else if (op == SCALE_ADD)                                                                 \
-            REDUCE_ALL(SCALE_ADD, is_bf16, 0);                                                    \
+/* Complex numbers are pairs of lanes. They are reduced in blocks that stay in the cache. Products
+   with 0 decide the signs of zeros, and turn infinities into nan: torch adds x * (1 + 0i), and
+   multiplies by 1/n + 0i, or divides by n + 0i with Smith's method and a reciprocal. */
+#define COMPLEX_LOOP(T, to, C, D, REAL, IMAGINARY)                                                \
+  VECTORIZE for (int64_t j = 0; j < n; j += 2) {                                                  \
+    const T a = sum[j], b = sum[j + 1], c = C, d = D;                                             \
+    to[j] = REAL;                                                                                 \
+    to[j + 1] = IMAGINARY;                                                                        \
+  }
+#define REDUCE_COMPLEX(name, T)                                                                   \
+  TARGET static int ISA(name)(void *const *outs, int n_outs, const void *const *parts,            \
+                              int n_parts, int64_t lanes, int op) {                               \
+    enum { BLOCK = 2048 / sizeof(T) };                                                            \
+    T total[BLOCK];                                                                               \
+    const T inverse = (T)1 / (T)n_parts, zero = 0;                                                \
+    for (int64_t i = 0; i < lanes; i += BLOCK) {                                                  \
+      const int64_t n = lanes - i < BLOCK ? lanes - i : BLOCK;                                    \
+      const T *sum = (const T *)parts[0] + i;                                                     \
+      T *out = (T *)outs[0] + i;                                                                  \
+      for (int k = 1; k < n_parts; k++) {                                                         \
+        const T *x = (const T *)parts[k] + i;                                                     \
+        T *to = k < n_parts - 1 ? total : out;                                                    \
+        if (op == PL_PRODUCT)                                                                     \
+          COMPLEX_LOOP(T, to, x[j], x[j + 1], a * c - b * d, a * d + b * c)                       \
         else                                                                                      \
-            REDUCE_ALL(PL_SUM, is_bf16, 0);                                                       \
-    }
+          COMPLEX_LOOP(T, to, x[j], x[j + 1], a + (c - d * zero), b + (c * zero + d))             \
+        sum = to;                                                                                 \
+      }                                                                                           \
+      if (op == PL_MEAN && is_power_of_two(n_parts))                                              \
+        COMPLEX_LOOP(T, out, inverse, zero, a * c - b * d, a * d + b * c)                         \
+      else if (op == PL_MEAN)                                                                     \
+        COMPLEX_LOOP(T, out, inverse, zero, (a + b * d) * c, (b - a * d) * c)                     \
+      else                                                                                        \
+        pl_copy(out, sum, n * (int64_t)sizeof(T));                                                \
+      for (int k = 1; k < n_outs; k++) pl_copy((T *)outs[k] + i, out, n * (int64_t)sizeof(T));    \
+    }                                                                                             \
+    return 0;                                                                                     \
+  }
 
-HALVES(f16, 0)
-HALVES(bf16, 1)
+REDUCE_COMPLEX(reduce_c64, float)
+REDUCE_COMPLEX(reduce_c128, double)
 
-#define INTEGER_LOOPS(suffix, bytes)                                                              \
-    {                                                                                             \
-        .lane_bytes = bytes, .lanes = 1,                                                          \
-        .fold = {[PL_SUM] = ISA(add_##suffix),                                                    \
-                 [PL_PRODUCT] = ISA(multiply_##suffix),                                           \
-                 [PL_MIN] = ISA(min_##suffix),                                                    \
-                 [PL_MAX] = ISA(max_##suffix),                                                    \
-                 [PL_AND] = ISA(and_##suffix),                                                    \
-                 [PL_OR] = ISA(or_##suffix),                                                      \
-                 [PL_XOR] = ISA(xor_##suffix)}                                                    \
-    }
-#define FLOAT_LOOPS(suffix, bytes)                                                                \
-    .lane_bytes = bytes, .lanes = 1,                                                              \
-    .fold = {[PL_SUM] = ISA(add_##suffix),                                                        \
-             [PL_MEAN] = ISA(add_##suffix),                                                       \
-             [PL_PRODUCT] = ISA(multiply_##suffix),                                               \
-             [PL_MIN] = ISA(min_##suffix),                                                        \
-             [PL_MAX] = ISA(max_##suffix)},                                                       \
-    .scale = ISA(scale_##suffix), .divide = ISA(divide_##suffix),                                 \
-    .scale_add = ISA(scale_add_##suffix)
-#define COMPLEX_LOOPS(suffix, bytes)                                                              \
-    {                                                                                             \
-        .lane_bytes = bytes, .lanes = 2,                                                          \
-        .fold = {[PL_SUM] = ISA(add_##suffix),                                                    \
-                 [PL_MEAN] = ISA(add_##suffix),                                                   \
-                 [PL_PRODUCT] = ISA(multiply_##suffix)},                                          \
-        .scale = ISA(scale_##suffix), .divide = ISA(divide_##suffix)                              \
-    }
+#define REAL_CASE(dtype, op)                                                                      \
+  case (dtype) * OPS + (op):                                                                      \
+    return ISA(reduce_real)(outs, n_outs, parts, n_parts, count * item_bytes[dtype], dtype, op);
+#define INTEGER_CASES(dtype)                                                                      \
+  REAL_CASE(dtype, PL_SUM)                                                                        \
+  REAL_CASE(dtype, PL_PRODUCT)                                                                    \
+  REAL_CASE(dtype, PL_MIN)                                                                        \
+  REAL_CASE(dtype, PL_MAX)
+#define FLOAT_CASES(dtype) INTEGER_CASES(dtype) REAL_CASE(dtype, PL_MEAN)
 
-static const struct loops ISA(loops)[] = {
-    [PL_F32] = {FLOAT_LOOPS(f32, 4)},
-    [PL_F64] = {FLOAT_LOOPS(f64, 8)},
-    [PL_F16] = {.lane_bytes = 2, .lanes = 1, .reduce_halves = ISA(reduce_f16)},
-    [PL_BF16] = {.lane_bytes = 2, .lanes = 1, .reduce_halves = ISA(reduce_bf16)},
-    [PL_I8] = INTEGER_LOOPS(i8, 1),
-    [PL_I16] = INTEGER_LOOPS(i16, 2),
-    [PL_I32] = INTEGER_LOOPS(i32, 4),
-    [PL_I64] = INTEGER_LOOPS(i64, 8),
-    [PL_U8] = INTEGER_LOOPS(u8, 1),
-    [PL_BOOL] = {.lane_bytes = 1,
-                 .lanes = 1,
-                 .fold = {[PL_MIN] = ISA(min_u8),
-                          [PL_MAX] = ISA(max_u8),
-                          [PL_AND] = ISA(and_u8),
-                          [PL_OR] = ISA(or_u8),
-                          [PL_XOR] = ISA(xor_u8)}},
-    [PL_C64] = COMPLEX_LOOPS(c64, 4),
-    [PL_C128] = COMPLEX_LOOPS(c128, 8),
-};
+TARGET static int ISA(reduce)(void *const *outs, int n_outs, const void *const *parts, int n_parts,
+                       int64_t count, int dtype, int op) {
+  if (dtype == PL_BOOL && (op == PL_MIN || op == PL_MAX)) dtype = PL_U8;
+  if ((dtype == PL_C64 || dtype == PL_C128) && op >= PL_SUM && op <= PL_PRODUCT)
+    return (dtype == PL_C64 ? ISA(reduce_c64) : ISA(reduce_c128))(outs, n_outs, parts, n_parts,
+                                                                  2 * count, op);
+  switch (dtype * OPS + op) {
+    FLOAT_CASES(PL_F32)
+    FLOAT_CASES(PL_F64)
+    FLOAT_CASES(PL_F16)
+    FLOAT_CASES(PL_BF16)
+    INTEGER_CASES(PL_I8)
+    INTEGER_CASES(PL_I16)
+    INTEGER_CASES(PL_I32)
+    INTEGER_CASES(PL_I64)
+    INTEGER_CASES(PL_U8)
+  }
+  return -1;
+}
 
 /* All other macros are the same for each instruction set. */
 #undef ISA
 #undef TARGET
-#undef TARGET_FMA
 #undef VECTOR_BYTES
-#undef FUSE
-#undef FUSE_FLOATS
 #undef WIDEN_F16
 #undef NARROW_F16

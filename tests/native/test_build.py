@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 
 from paceline.native import build as real_build
+from paceline.native.library import VERSION
 
 AARCH64 = 183  # number of the processor in the header of an ELF file
 
@@ -50,7 +51,7 @@ def read_stamp(library: Path) -> str:
 def test_it_is_built_once(build: ModuleType) -> None:
     assert build.build_library(build.LIBRARY)
     assert not build.build_library(build.LIBRARY)
-    assert ctypes.CDLL(str(build.LIBRARY)).pl_version() == 1
+    assert ctypes.CDLL(str(build.LIBRARY)).pl_version() == VERSION
     assert read_stamp(build.LIBRARY).startswith(build.stamp_sources())
 
 
@@ -116,4 +117,4 @@ def test_zig_compiles_when_there_is_no_other_compiler_and_for_other_processors(
     assert int.from_bytes(other.read_bytes()[18:20], "little") == AARCH64
     hide_compilers(monkeypatch, tmp_path)
     assert build.build_library(build.LIBRARY)
-    assert ctypes.CDLL(str(build.LIBRARY)).pl_version() == 1
+    assert ctypes.CDLL(str(build.LIBRARY)).pl_version() == VERSION

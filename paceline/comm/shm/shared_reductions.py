@@ -164,6 +164,6 @@ def all_reduce_registered(segment: ControlSegment, x: Tensor, plan: ReductionPla
     check_operation(op, x.dtype)
     parts, size = address_of(plan.parts), len(plan.parts)
     load_functions().reduce(
-        parts, size, parts, size, None, plan.elements, DTYPES[x.dtype], OPERATIONS[op]
+        parts, size, parts, size, plan.elements, DTYPES[x.dtype], OPERATIONS[op]
     )
     yield segment.post()
