@@ -97,7 +97,7 @@ class NetworkWay:
         self._in: int | None = None  # link from the other
         self._error: PacelineError | None = None  # why nothing can be sent any more
         self._ended: PacelineError | None = None  # why nothing comes any more
-        self._hung_up = 0.0  # time.monotonic() at which the other was first seen to have hung up
+        self._hung_up = 0.0  # time.monotonic() at which the other was first seen to have gone
 
     # ---- sending
 
@@ -231,16 +231,15 @@ class NetworkWay:
             return self._ended or (self._make_lost_error(end) if end else None)
         # The other has not connected yet. A connection from here shows whether it lives.
         self.open_connection()
-        if self._error is not None or self._out is None or not self._end.mesh.find_end(self._out):
-            return self._error
-        # It has hung up, but its own connection, with its last messages, may be waiting for us to
+        has_hung_up = self._out is not None and bool(self._end.mesh.find_end(self._out))
+        if self._error is None and not has_hung_up:
+            return None
+        # It has gone, but its own connection, with its last messages, may be waiting for us to
         # accept it. Give that a moment.
         self._hung_up = self._hung_up or time.monotonic()
-        return (
-            self._make_lost_error("it has closed its end")
-            if time.monotonic() - self._hung_up > GRACE
-            else None
-        )
+        if time.monotonic() - self._hung_up <= GRACE:
+            return None
+        return self._error or self._make_lost_error("it has closed its end")
 
     # ---- the end
 
