@@ -36,7 +36,7 @@ from paceline.errors import DeadlineExceeded, PlaceError
 
 TICK = 0.1  # seconds between two looks at the deadline in a wait for callers
 SMALL = 512 << 10  # bytes of a payload that is copied: it may be written to again at once
-LANDS = 16 << 10  # bytes from which a payload is received right in its place
+LANDS = 256 << 10  # bytes from which a payload is received right in its place
 Payload: TypeAlias = bytes | memoryview
 # Sender, channel and key. Messages that share all three keep their order.
 Key: TypeAlias = tuple[int, int, int]
