@@ -110,3 +110,8 @@ def load_functions() -> NativeFunctions:
 def address_of(buffer: Any) -> int:
     """Address of a ctypes object, which must stay alive as long as C uses it."""
     return ctypes.addressof(buffer)
+
+
+def address_of_bytes(data: bytes) -> int:
+    """Address of bytes, which must stay alive as long as C reads them."""
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0

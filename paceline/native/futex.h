@@ -7,7 +7,7 @@
 
 #include "core.h"
 
-PL_EXPORT int64_t pl_now(void);
+int64_t pl_now(void);
 PL_EXPORT int64_t pl_load(const void *word);
 PL_EXPORT void pl_store(void *word, int64_t value);
 PL_EXPORT void pl_futex_wait(void *word, uint32_t value, int64_t nanoseconds);

@@ -33,6 +33,7 @@ from paceline.comm.p2p.connection import (
 )
 from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh, give_back
 from paceline.errors import DeadlineExceeded, PlaceError
+from paceline.native.functions import address_of_bytes
 
 TICK = 0.1  # seconds between two looks at the deadline in a wait for callers
 SMALL = 512 << 10  # bytes of a payload that is copied: it may be written to again at once
@@ -399,5 +400,5 @@ class ControlNetwork:
 def _address_of(payload: Payload) -> int:
     """Address of memory that stays alive while it is used."""
     if isinstance(payload, bytes):
-        return ctypes.cast(ctypes.c_char_p(payload), ctypes.c_void_p).value or 0
+        return address_of_bytes(payload)
     return ctypes.addressof(ctypes.c_char.from_buffer(payload)) if payload.nbytes else 0

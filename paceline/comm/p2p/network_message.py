@@ -26,6 +26,7 @@ from paceline.comm.p2p.pair_message import LONGEST, PairMessage, unpack_header
 from paceline.comm.p2p.socket_mesh import ArrivedMessage, give_back
 from paceline.comm.shm.window_messages import is_plain
 from paceline.comm.wire_format import MalformedMessage
+from paceline.native.functions import address_of_bytes
 from paceline.state.snapshot import view_cpu_bytes
 
 LENGTH = struct.Struct("<I")
@@ -46,7 +47,7 @@ def make_message(header: bytes, tensors: Sequence[Tensor]) -> OutgoingMessage:
     start = LENGTH.pack(len(header)) + header
     at = len(start)
     # The address of `start` itself: nothing writes to it, and a copy would cost more.
-    pieces, memory = [(_address_of_bytes(start), at)], list[object]([start])
+    pieces, memory = [(address_of_bytes(start), at)], list[object]([start])
     for x in tensors:
         if not (x.device.type == "cpu" and is_plain(x)):
             x = view_cpu_bytes(x)
@@ -58,10 +59,6 @@ def make_message(header: bytes, tensors: Sequence[Tensor]) -> OutgoingMessage:
             memory.append(x)
         at += gap + nbytes
     return OutgoingMessage(pieces, at, memory)
-
-
-def _address_of_bytes(data: bytes) -> int:
-    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
 def read_message(arrived: ArrivedMessage) -> tuple[int, PairMessage]:
