@@ -171,6 +171,13 @@ def test_importing_paceline_imports_no_torch() -> None:
 
 
 @pytest.mark.jobs
+def test_starting_imports_no_compiler() -> None:
+    """torch's compiler takes half a second to import."""
+    code = "import sys, paceline; paceline.start; sys.exit('torch._dynamo' in sys.modules)"
+    assert python(code).returncode == 0
+
+
+@pytest.mark.jobs
 def test_help_needs_few_modules() -> None:
     """It is quick by what it doesn't import; how long it takes is the machine's."""
     code = (

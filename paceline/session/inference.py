@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.parallel.containers import tree_map
 from paceline.parallel.pipelining.batches import BatchShare
-from paceline.parallel.tensor.vocab import VocabLogits
 from paceline.prepare.cuts import ModelCuts
 from paceline.prepare.device import make_mover
 from paceline.prepare.tensor_peers import EARLY, OFTEN, check_equal
@@ -71,6 +70,9 @@ class ModelInference:
 
 
 def _gather_output(value: Any) -> Any:
+    # Imported here, as this module imports torch's compiler, which takes half a second.
+    from paceline.parallel.tensor.vocab import VocabLogits
+
     return (
         value.whole()
         if isinstance(value, VocabLogits)
