@@ -104,6 +104,7 @@ class Place:
     shares: str | None = None  # shares in text that replace the script's own
     # folder for the parts of the model that each worker would hold, written instead of training
     layout: str | None = None
+    profile: str | None = None  # file that asks for measured steps instead of training
     cluster: str | None = None  # file of the measured cluster that replaces the script's own
     # treatment of slow workers that replaces the script's own
     straggler: str | None = None
@@ -440,6 +441,7 @@ def _add_user_settings(place: Place, environ: Environ) -> Place:
         cut=environ.get("PACELINE_CUT") or None,
         shares=environ.get("PACELINE_SHARES") or None,
         layout=environ.get("PACELINE_LAYOUT") or None,
+        profile=environ.get("PACELINE_PROFILE") or None,
         cluster=environ.get("PACELINE_CLUSTER") or None,
         straggler=environ.get("PACELINE_STRAGGLER") or None,
         report_to=environ.get("PACELINE_REPORT_TO") or None,

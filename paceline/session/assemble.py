@@ -49,6 +49,7 @@ from paceline.record.held_memory import MemoryWatch
 from paceline.record.hints import StartupHints
 from paceline.record.history import RunHistory
 from paceline.record.layout import ModelLayout
+from paceline.record.step_profiler import make_profiler_observers
 from paceline.record.live import LiveRecord
 from paceline.record.log import MetricsLog
 from paceline.record.run_records import LogMeetings, RunRecords
@@ -363,6 +364,9 @@ class _RunAssembly:
             else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write_and_exit,)
         )
 
+        # If only the steps are to be measured, for `paceline plan`.
+        measuring = make_profiler_observers(self.prepared, place.profile)
+
         def begin_comparing() -> None:
             self.comparer.begin_training(self.loop.steps_made)
 
@@ -374,9 +378,14 @@ class _RunAssembly:
                 begin_comparing,
             ),
             epoch_began=(collector.leave_lockstep, follower.epoch_began, self.progress.loop_began),
-            lead_taken=(PolicyCheck(self.joined.straggler).check_leader, plan.add_leading_loader),
+            lead_taken=(
+                PolicyCheck(self.joined.straggler).check_leader,
+                plan.add_leading_loader,
+                *measuring.lead_taken,
+            ),
             first_step=(
                 *describing,
+                *measuring.first_step,
                 self.prepared.cuts.check_used,
                 memory.predict_optimizer,
                 hints.hint_at_missing_gradients,
@@ -385,6 +394,7 @@ class _RunAssembly:
             doubled=(memory.measure_held,),
             committed=() if elastic is None else (elastic.body.buddies.copy_if_due,),
             step_ended=(
+                *measuring.step_ended,
                 log.end_step,
                 self.comparer.step_ended,
                 follower.step_ended,

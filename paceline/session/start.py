@@ -376,7 +376,7 @@ def _choose_trackers(place: Place, report_to: Any) -> list[Tracker]:
     specs = catalogue.parse_trackers(place.report_to if place.report_to is not None else report_to)
     if place.rank == 0 or place.worker is not None:
         catalogue.check_trackers_installed(specs)
-    return [] if place.layout is not None else catalogue.make_trackers(specs)
+    return [] if place.layout or place.profile else catalogue.make_trackers(specs)
 
 
 def _choose_mesh(place: Place, script_mesh: str | None) -> str | None:

@@ -1,0 +1,169 @@
+"""`paceline plan`: says before a run which way of training is fastest, and whether more pays."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from paceline import options
+from paceline.errors import UsageError
+
+ClusterToPlan = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="FILE",
+        help="The cluster: a file of paceline probe (.json), or a description (.toml, or a name "
+        "of paceline lab).",
+    ),
+]
+
+
+def plan(
+    subject: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SCRIPT",
+            help="The training script, or a profile of it (.json). Its own arguments come "
+            "after --, as in: train.py --workers 4 -- --epochs 3",
+        ),
+    ],
+    args: options.Arguments = None,
+    *,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", help="Plan for this host with N workers.")
+    ] = None,
+    cluster: ClusterToPlan = None,
+    allow: Annotated[
+        Literal["exact", "lossy"],
+        typer.Option(help="lossy: strategies that change the loss curve may win."),
+    ] = "exact",
+    sync: Annotated[
+        str | None, typer.Option(help="The only strategy to plan, such as 'LocalSGD(every=8)'.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of a worker, such as 8GB. Default: no limit.")
+    ] = None,
+    what_if: Annotated[
+        list[str] | None,
+        typer.Option(help="A change: link=10gbit, hosts=4 or workers=2; may be repeated."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the plan here, for paceline run --plan.")
+    ] = None,
+    profile_out: Annotated[
+        Path | None,
+        typer.Option("--profile", help="Write what was measured here, to plan with it again."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="Write the simulated step here, for Perfetto or chrome://tracing."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say which way of training is fastest, and whether more workers help, before a run."""
+    # Commands import what they need when they run, so that `paceline --help` stays quick.
+    from paceline.commands import planned_input
+    from paceline.plan import answer, ledger, model_profile, plan_file
+
+    chosen = planned_input.apply_changes(
+        planned_input.choose_cluster(workers, cluster), what_if or []
+    )
+    wishes = answer.Wishes(
+        allow == "lossy",
+        None if sync is None else _normalize_strategy(sync),
+        planned_input.parse_memory(memory),
+    )
+    profile = _get_profile(subject, args or [], answer.list_wished(chosen, wishes))
+    if profile_out is not None:
+        _write_text(profile_out, model_profile.format_profile(profile))
+    entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
+    correction = ledger.learn_correction(entries, chosen.source, profile.script)
+    found = answer.make_plan(profile, chosen, wishes, correction)
+    if out is not None:
+        plan_file.write_plan(out, found.to_file())
+    if trace is not None:
+        from paceline.plan.trace_file import format_trace
+
+        _write_text(trace, format_trace(found.together.step))
+    if as_json:
+        typer.echo(json.dumps(found.to_fields(), indent=2))
+    else:
+        _print_plan(found, out)
+
+
+def _normalize_strategy(text: str) -> str:
+    """Write a strategy as candidates write it. AllReduce() is the empty text."""
+    from paceline.formatting import format_as_call
+    from paceline.notation import read
+
+    written = format_as_call(read(text))
+    return "" if written == "AllReduce()" else written
+
+
+def _get_profile(subject: Path, args: Sequence[str], candidates: Sequence[object]):  # type: ignore[no-untyped-def]
+    """Read a profile, or measure the script under all conditions that the candidates need."""
+    from paceline.bench.profiling import Condition, measure_script
+    from paceline.cluster.machine import count_cores
+    from paceline.plan import model_profile, search
+
+    if subject.suffix == ".json":
+        return model_profile.read_profile(subject)
+    if subject.suffix != ".py":
+        raise UsageError(f"{subject}: give a training script (.py), or a profile of one (.json)")
+    if not subject.is_file():
+        raise UsageError(f"there is no script {subject}")
+    conditions = search.find_conditions(candidates, count_cores())  # type: ignore[arg-type]
+    for processes, threads in conditions:
+        _note(f"measuring {processes} at once, {threads} threads each")
+    return measure_script(
+        str(subject), args, [Condition(*key, parts) for key, parts in conditions.items()]
+    )
+
+
+def _print_plan(found, out: Path | None) -> None:  # type: ignore[no-untyped-def]
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    from paceline.plan import explain
+
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    console.print(found.verdict)
+    table = Table(box=SIMPLE)
+    for name in explain.COLUMNS:
+        table.add_column(name, justify="left" if name in ("way", "waits for") else "right")
+    for row in explain.make_rows(found.shown(), found.alone):
+        table.add_row(*row)
+    console.print(table)
+    for line in explain.explain_turnings(found.turnings):
+        console.print(line)
+    if found.correction != 1.0:
+        console.print(
+            f"Exchanges are multiplied by {found.correction:.2f}: earlier runs of plans on this "
+            "cluster took as long."
+        )
+    busy = min(condition.attended for condition in found.profile.conditions)
+    if busy < 0.85:
+        console.print(
+            f"This machine was busy while the script was measured (its threads had a core {busy:.0%} "
+            "of the time): plan again when it is idle."
+        )
+    if out is not None:
+        console.print(f"paceline run --plan {out} {found.profile.script}")
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} can't be written: {error.strerror}") from error
+
+
+def _note(text: str) -> None:
+    typer.echo(f"paceline: {text}", err=True)

@@ -1,0 +1,124 @@
+"""The ways to train a script that are compared: which workers, which shares, which strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+from paceline.plan.exchange_cost import EXACT, INT8, Codec
+from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
+
+Kind = Literal["one worker", "data parallel", "int8", "local SGD"]
+ROUND_STEPS: Final = (8, 32)  # steps between two exchanges of local SGD
+LOSSY_KINDS: Final = ("int8", "local SGD")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    Attributes:
+        kind: The kind of way. The best of each kind is shown.
+        cluster: The hosts and workers that take part.
+        host_indices: Indices of these hosts in the whole cluster.
+        codec: How gradients are written between hosts.
+        every: Steps between two exchanges.
+        by_speed: Whether shares follow the workers' speeds. If not, they are equal.
+    """
+
+    kind: Kind
+    cluster: PlannedCluster
+    host_indices: tuple[int, ...]
+    codec: Codec = EXACT
+    every: int = 1
+    by_speed: bool = False
+
+    @property
+    def sync(self) -> str:
+        """The strategy, as `--sync` takes it. Empty: the script's own, or AllReduce."""
+        if self.every > 1:
+            return f"LocalSGD(every={self.every})"
+        return f"AllReduce(codec={self.codec.name})" if self.codec.name else ""
+
+    @property
+    def shares(self) -> str:
+        """The shares, as `--shares` takes them. Empty: equal."""
+        return "auto" if self.by_speed else ""
+
+    def describe(self) -> str:
+        """Describe the workers and the strategy in a few words."""
+        hosts, workers = len(self.cluster.hosts), self.cluster.workers
+        where = f"{workers} worker{'s' if workers > 1 else ''}"
+        if hosts > 1:
+            where += f" on {hosts} hosts"
+        how = [self.sync] if self.sync else []
+        how += ["shares by speed"] if self.by_speed else []
+        return ", ".join([where, *how])
+
+
+def list_candidates(cluster: PlannedCluster, *, lossy: bool) -> Iterator[Candidate]:
+    """Yield all ways to train on a cluster.
+
+    Hosts are taken in the order of their speed, the fastest first: one of them with each number
+    of workers, then two, and so on. Within a host workers come one by one.
+
+    Args:
+        cluster: All hosts.
+        lossy: Whether strategies may be used that change the loss curve.
+    """
+    order = sorted(range(len(cluster.hosts)), key=lambda i: (-_speed(cluster.hosts[i]), i))
+    best = order[0]
+    for workers in range(1, cluster.hosts[best].workers + 1):
+        host = use_workers(cluster.hosts[best], workers)
+        part = replace(cluster, hosts=(host,))
+        yield from _vary_strategy(part, (best,), lossy=lossy)
+    for count in range(2, len(order) + 1):
+        chosen = tuple(sorted(order[:count]))
+        yield from _vary_strategy(cluster.select_hosts(chosen), chosen, lossy=lossy)
+        alone = replace(
+            cluster, hosts=tuple(use_workers(cluster.hosts[index], 1) for index in chosen)
+        )
+        if alone.workers < cluster.select_hosts(chosen).workers:
+            yield from _vary_strategy(alone, chosen, lossy=lossy)
+
+
+def use_workers(host: PlannedHost, workers: int) -> PlannedHost:
+    """Use some workers of a host. They divide the cores of all of them."""
+    if workers == host.workers:
+        return host
+    threads = max(1, host.workers * host.threads // workers)
+    # One worker with all threads is as fast as all of them together, as far as products go.
+    scale = threads / host.threads
+    flops = tuple(each * scale for each in host.flops[:workers])
+    return replace(host, workers=workers, threads=threads, flops=flops)
+
+
+def _vary_strategy(
+    cluster: PlannedCluster, indices: Sequence[int], *, lossy: bool
+) -> Iterator[Candidate]:
+    chosen = tuple(indices)
+    if cluster.workers == 1:
+        yield Candidate("one worker", cluster, chosen)
+        return
+    for by_speed in (False, True) if _is_unequal(cluster) else (False,):
+        base = Candidate("data parallel", cluster, chosen, by_speed=by_speed)
+        yield base
+        if lossy:
+            if len(cluster.hosts) > 1:
+                yield replace(base, kind="int8", codec=INT8)
+            for every in ROUND_STEPS:
+                yield replace(base, kind="local SGD", every=every)
+
+
+def _speed(host: PlannedHost) -> float:
+    return sum(host.flops) if host.flops else min(host.demand, host.cores)
+
+
+def _is_unequal(cluster: PlannedCluster) -> bool:
+    speeds = [flops for host in cluster.hosts for flops in host.flops]
+    per_worker = [
+        host.demand / host.workers for host in cluster.hosts for _ in range(host.workers)
+    ]
+    values = speeds if len(speeds) == cluster.workers else per_worker
+    return max(values) > 1.1 * min(values)

@@ -1,0 +1,257 @@
+"""Prices all candidates of a script on a cluster, and finds what would change the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from paceline.plan.candidates import Candidate, list_candidates
+from paceline.plan.model_profile import MeasuredCondition, ModelProfile, StepTimes
+from paceline.plan.planned_cluster import PlannedCluster
+from paceline.plan.step_cost import (
+    SimulatedStep,
+    choose_exchange,
+    lay_out_buckets,
+    simulate_step,
+)
+
+# Part of a prediction that is uncertain even if the script's steps are all alike: the median error
+# of predictions in this project's lab.
+MODEL_ERROR: Final = 0.08
+MOST_PROCESSES: Final = 8  # processes that are measured at once
+CLEAR_GAIN: Final = 0.95  # seconds of the best way / seconds of one worker, to say that it pays
+
+
+@dataclass(frozen=True)
+class PricedCandidate:
+    """A candidate with its predicted step.
+
+    Attributes:
+        candidate: The way to train.
+        step: The simulated step.
+        samples_per_second: Of all workers together.
+        uncertainty: Range of the prediction, as a part of it: 0.1 is from 0.9 to 1.1 times.
+        memory_bytes: Bytes that the largest worker holds: states, buckets and activations.
+        shares: Part of the global batch of each worker.
+    """
+
+    candidate: Candidate
+    step: SimulatedStep
+    samples_per_second: float
+    uncertainty: float
+    memory_bytes: float
+    shares: tuple[float, ...]
+
+
+def price_candidates(
+    profile: ModelProfile, candidates: Iterable[Candidate], correction: float = 1.0
+) -> list[PricedCandidate]:
+    """Price candidates, the fastest first.
+
+    Args:
+        profile: What was measured of the script.
+        candidates: The ways to train.
+        correction: Factor of the predicted exchange, learnt from runs on this cluster.
+    """
+    priced = [price_candidate(profile, candidate, correction) for candidate in candidates]
+    return sorted(priced, key=lambda each: each.step.seconds)
+
+
+def price_candidate(
+    profile: ModelProfile, candidate: Candidate, correction: float = 1.0
+) -> PricedCandidate:
+    """Predict the step of one candidate."""
+    cluster = candidate.cluster
+    conditions, speeds = _find_measured(profile, cluster)
+    shares = _deal_shares(profile, conditions, speeds, by_speed=candidate.by_speed)
+    times = [
+        _scale_times(condition.predict_step(profile.global_batch * share), speed)
+        for condition, speed, share in zip(conditions, speeds, shares, strict=True)
+    ]
+    step = simulate_step(
+        cluster,
+        times,
+        lay_out_buckets(profile.gradients),
+        len(profile.gradients),
+        [
+            condition.copied_bytes_per_second * min(speed, 1.0)
+            for condition, speed in zip(conditions, speeds, strict=True)
+        ],
+        choose_exchange(cluster, candidate.codec),
+        every=candidate.every,
+    )
+    step = _correct_exchange(step, correction)
+    spread = max(each.spread for each in times)
+    # One worker has no exchange that could be predicted wrongly.
+    error = MODEL_ERROR if cluster.workers > 1 else 0.0
+    return PricedCandidate(
+        candidate,
+        step,
+        profile.global_batch / step.seconds,
+        (error**2 + (spread / 2) ** 2) ** 0.5,
+        _predict_memory(profile, candidate, times),
+        tuple(shares),
+    )
+
+
+def find_conditions(
+    candidates: Iterable[Candidate], cores: int
+) -> dict[tuple[int, int], tuple[float, ...]]:
+    """Find what has to be measured on this machine, to price these candidates.
+
+    Args:
+        candidates: The ways to train.
+        cores: Cores of this machine.
+
+    Returns:
+        Parts of the global batch, by processes that compute at once and their threads. A part of 2
+        is half of the batch.
+    """
+    parts: dict[tuple[int, int], set[int]] = {}
+    for candidate in candidates:
+        for index in range(len(candidate.cluster.hosts)):
+            condition = imitate_host(candidate.cluster, index, cores)
+            parts.setdefault(condition, set()).add(candidate.cluster.workers)
+    return {condition: _thin_out(sorted(counts)) for condition, counts in sorted(parts.items())}
+
+
+def _thin_out(counts: Sequence[int]) -> tuple[float, ...]:
+    """Keep the first, the last and the middle one."""
+    return tuple(float(count) for count in dict.fromkeys((counts[0], counts[len(counts) // 2], counts[-1])))
+
+
+def imitate_host(cluster: PlannedCluster, index: int, cores: int) -> tuple[int, int]:
+    """Choose the processes and threads that load this machine as much as that host's is loaded."""
+    threads = min(cluster.hosts[index].threads, cores)
+    return max(1, min(MOST_PROCESSES, round(cluster.machine_load(index) * cores / threads))), threads
+
+
+def _find_measured(
+    profile: ModelProfile, cluster: PlannedCluster
+) -> tuple[list[MeasuredCondition], list[float]]:
+    """Find the measured condition of each worker, and how much faster than there it computes."""
+    conditions, speeds = [], []
+    for index, host in enumerate(cluster.hosts):
+        condition = profile.find_condition(*imitate_host(cluster, index, profile.cores))
+        # How many threads want each core: there, here, and there by this host's workers alone.
+        there = max(1.0, cluster.machine_load(index))
+        here = max(1.0, condition.processes * condition.threads / profile.cores)
+        alone = max(1.0, host.demand / host.cores)
+        for worker in range(host.workers):
+            conditions.append(condition)
+            if host.flops and condition.flops:
+                speeds.append(host.flops[worker] * alone / condition.flops / there)
+            else:
+                # Each core is as fast as here, and threads share the work without loss.
+                cores = host.demand / (host.workers * condition.threads)
+                speeds.append(cores * here / there)
+    return conditions, speeds
+
+
+def _scale_times(times: StepTimes, speed: float) -> StepTimes:
+    names = ("data", "forward", "backward", "optimizer", "other")
+    return replace(times, **{name: getattr(times, name) / speed for name in names})
+
+
+def _deal_shares(
+    profile: ModelProfile,
+    conditions: Sequence[MeasuredCondition],
+    speeds: Sequence[float],
+    *,
+    by_speed: bool,
+) -> list[float]:
+    """Deal the global batch: equally, or so that all workers take about as long."""
+    count = len(conditions)
+    shares = [1.0 / count] * count
+    for _ in range(8 if by_speed else 0):
+        seconds = [
+            max(_scale_times(c.predict_step(profile.global_batch * s), v).seconds, 1e-9)
+            for c, v, s in zip(conditions, speeds, shares, strict=True)
+        ]
+        rates = [share / second for share, second in zip(shares, seconds, strict=True)]
+        shares = [rate / sum(rates) for rate in rates]
+    return shares
+
+
+def _correct_exchange(step: SimulatedStep, correction: float) -> SimulatedStep:
+    """Multiply the exchange of a step by a factor."""
+    exchange = step.parts["exchange"]
+    more = exchange * (correction - 1.0)
+    return replace(
+        step,
+        seconds=step.seconds + more,
+        parts={**step.parts, "exchange": exchange + more},
+    )
+
+
+def _predict_memory(
+    profile: ModelProfile, candidate: Candidate, times: Sequence[StepTimes]
+) -> float:
+    """Predict the bytes of the largest worker: states, buckets, and what autograd keeps."""
+    states = float(sum(profile.state_bytes))
+    if candidate.cluster.workers > 1:
+        states += profile.trained_bytes * (2 if candidate.every > 1 else 1)
+    return states + max(each.activation_bytes for each in times)
+
+
+@dataclass(frozen=True)
+class Turning:
+    """A change of the cluster or of the batch with which another way is the fastest.
+
+    Attributes:
+        what: What changes, in words.
+        best: The way that is the fastest then.
+    """
+
+    what: str
+    best: PricedCandidate
+
+
+def find_turnings(
+    profile: ModelProfile,
+    cluster: PlannedCluster,
+    best: PricedCandidate,
+    *,
+    lossy: bool,
+    describe_link: Callable[[float], str],
+) -> list[Turning]:
+    """Find the nearest link speed, slower and faster, at which another way wins."""
+    turnings: list[Turning] = []
+    if len(cluster.hosts) < 2:
+        return turnings
+    rate = min(
+        min(host.up.bytes_per_second, host.down.bytes_per_second) for host in cluster.hosts
+    )
+
+    def find_best(factor: float) -> PricedCandidate:
+        changed = cluster.scale_links(factor)
+        return price_candidates(profile, list_candidates(changed, lossy=lossy))[0]
+
+    for factors in ([2**-power for power in range(1, 11)], [2**power for power in range(1, 11)]):
+        for factor in factors:
+            other = find_best(factor)
+            if is_another_way(other, best):
+                what = f"a link of {describe_link(rate * factor)} between hosts"
+                turnings.append(Turning(what, other))
+                break
+    return turnings
+
+
+def is_another_way(one: PricedCandidate, other: PricedCandidate) -> bool:
+    """Whether two candidates differ in their workers or their strategy."""
+
+    def key(priced: PricedCandidate) -> tuple[object, ...]:
+        candidate = priced.candidate
+        workers = tuple(host.workers for host in candidate.cluster.hosts)
+        return candidate.kind, candidate.host_indices, workers, candidate.sync
+
+    return key(one) != key(other)
+
+
+def choose_best_of_kinds(priced: Sequence[PricedCandidate]) -> list[PricedCandidate]:
+    """Choose the fastest of each kind, in the order of their speed."""
+    best: dict[str, PricedCandidate] = {}
+    for each in priced:
+        best.setdefault(each.candidate.kind, each)
+    return sorted(best.values(), key=lambda each: each.step.seconds)

@@ -1,0 +1,355 @@
+"""Simulates a step of data parallelism on a virtual clock: who computes, sums, sends and waits.
+
+worker 0   forward | backward ......x.......x......x | wait   | optimizer
+             bucket 0:   |sum|-- link --|out|
+             bucket 1:          |sum|-- link --|out|
+worker 1   forward | backward .....x.....x......x    | wait   | optimizer
+
+Buckets go in their order through three stages: the sum inside each host, the link between hosts,
+and the hand-out inside each host. A stage has one bucket at a time. On a host without an idle core
+the processor time of an exchange delays backward (x) by as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from paceline.comm.bucket_layout import BucketShape, cut_runs
+from paceline.comm.schedule import (
+    LinkSpeed,
+    Schedule,
+    ScheduleNetwork,
+    build_owners,
+    build_ring,
+    predict_seconds,
+)
+from paceline.plan import exchange_cost as cost
+from paceline.plan.exchange_cost import EXACT, Codec
+from paceline.plan.model_profile import GradientProfile, StepTimes
+from paceline.plan.planned_cluster import PlannedCluster
+
+FIRST_BUCKET, BUCKET = 1_000_000, 8_000_000  # bytes, as AllReduce has them
+MEMORY: Final = LinkSpeed(10e-6, 1e10)  # between workers of a host, for schedules over all workers
+
+
+class BucketLoad(NamedTuple):
+    """A bucket: its bytes, and when it is full, as a fraction of backward."""
+
+    nbytes: float
+    moment: float
+
+
+class Event(NamedTuple):
+    """Something that takes time: on a worker, or on a link. Seconds from the begin of the step."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step of all workers.
+
+    Attributes:
+        seconds: Seconds of the step, the mean over a round of local SGD.
+        parts: Where they go on the slowest way: seconds by name. They add up to `seconds`.
+        within_bytes: Bytes sent inside hosts, of all workers together.
+        between_bytes: Bytes sent between hosts.
+        events: What happened when.
+    """
+
+    seconds: float
+    parts: dict[str, float]
+    within_bytes: float
+    between_bytes: float
+    events: tuple[Event, ...] = field(default=(), repr=False)
+
+
+def lay_out_buckets(gradients: Sequence[GradientProfile]) -> tuple[BucketLoad, ...]:
+    """Lay gradients out in the buckets that AllReduce would make of them."""
+    import torch
+
+    device = torch.device("cpu")
+    shapes = [
+        BucketShape((each.numel,), (1,), getattr(torch, each.dtype), device) for each in gradients
+    ]
+    runs = cut_runs(shapes, range(len(shapes)), BUCKET, FIRST_BUCKET)
+    return tuple(
+        BucketLoad(
+            float(sum(shapes[index].padded_numel * shapes[index].dtype.itemsize for index in run)),
+            max(gradients[index].moment for index in run),
+        )
+        for run in runs
+    )
+
+
+@dataclass(frozen=True)
+class ExchangeRoute:
+    """How buckets travel.
+
+    Attributes:
+        schedule: Schedule of the hosts' leaders, or of all workers. None: there is only one host.
+        network: What the schedule is priced on.
+        by_host: Whether one copy per host crosses the network.
+        codec: How gradients are written between hosts.
+    """
+
+    schedule: Schedule | None
+    network: ScheduleNetwork
+    by_host: bool = True
+    codec: Codec = EXACT
+
+    def link_seconds(self, nbytes: float) -> float:
+        """Seconds that a bucket occupies the links."""
+        if self.schedule is None:
+            return 0.0
+        coded = nbytes / self.codec.ratio
+        return predict_seconds(self.schedule, round(coded), self.network)
+
+    def crossing_bytes(self, nbytes: float) -> float:
+        """Bytes that all hosts together send to other hosts for a bucket."""
+        if self.schedule is None:
+            return 0.0
+        hosts = self.network.hosts
+        fractions = sum(
+            self.schedule.chunks[move.chunk]
+            for moves in self.schedule.rounds
+            for move in moves
+            if hosts[move.src] != hosts[move.dst]
+        )
+        return fractions * nbytes / self.codec.ratio
+
+
+def choose_exchange(cluster: PlannedCluster, codec: Codec = EXACT) -> ExchangeRoute:
+    """Choose the route that AllReduce takes without a measured cluster: one copy per host."""
+    links = [
+        LinkSpeed(
+            max(host.up.latency_seconds, host.down.latency_seconds),
+            min(host.up.bytes_per_second, host.down.bytes_per_second),
+        )
+        for host in cluster.hosts
+    ]
+    count = len(links)
+    if count < 2:
+        return ExchangeRoute(None, ScheduleNetwork((0,), MEMORY, MEMORY), True, codec)
+    network = ScheduleNetwork(range(count), MEMORY, links[0], links)
+    # A codec's sums go straight to the owner of a chunk, and back.
+    even = (build_owners(count),) if codec.name else (build_ring(count), build_owners(count))
+    schedule = min(even, key=lambda each: predict_seconds(each, BUCKET, network))
+    return ExchangeRoute(schedule, network, True, codec)
+
+
+def simulate_step(
+    cluster: PlannedCluster,
+    times: Sequence[StepTimes],
+    buckets: Sequence[BucketLoad],
+    gradients: int,
+    copy_rates: Sequence[float],
+    route: ExchangeRoute,
+    *,
+    every: int = 1,
+) -> SimulatedStep:
+    """Simulate a step.
+
+    Args:
+        cluster: The hosts, and their workers.
+        times: Times of each worker for its share, without an exchange.
+        buckets: Buckets of gradients, in the order in which they leave.
+        gradients: Number of parameters.
+        copy_rates: Bytes per second that each worker reads and writes.
+        route: How buckets travel.
+        every: Steps between two exchanges: 1 exchanges gradients during backward. With more,
+            workers step on their own and exchange their changes then (local SGD).
+    """
+    state = _Clock(cluster, times, buckets, gradients, copy_rates, route)
+    workers = cluster.workers
+    if workers == 1:
+        return state.finish([state.computed[0]], 0.0)
+    if every == 1:
+        done = state.exchange_during_backward()
+        return state.finish(done, cost.STEP_SECONDS + state.agreement_seconds())
+    own = state.finish(state.computed, cost.STEP_SECONDS)
+    return _add_round(own, state, every)
+
+
+class _Clock:
+    """The virtual clock of one step: when each worker computes, and when each stage is free."""
+
+    def __init__(
+        self,
+        cluster: PlannedCluster,
+        times: Sequence[StepTimes],
+        buckets: Sequence[BucketLoad],
+        gradients: int,
+        copy_rates: Sequence[float],
+        route: ExchangeRoute,
+    ) -> None:
+        self.cluster, self.times, self.buckets = cluster, times, buckets
+        self.gradients, self.copy_rates, self.route = gradients, copy_rates, route
+        self.host_of = cluster.host_of_workers()
+        self.workers_of = [
+            [worker for worker, host in enumerate(self.host_of) if host == index]
+            for index in range(len(cluster.hosts))
+        ]
+        # Whether a host has a core for the exchange besides those that compute.
+        self.has_idle_core = [
+            host.cores * (1.0 - cluster.machine_load(index)) >= 1.0
+            and (host.quota is None or host.quota - host.workers * host.threads >= 1.0)
+            for index, host in enumerate(cluster.hosts)
+        ]
+        self.began = [each.data + each.forward for each in times]
+        self.delay = [0.0] * len(times)  # of backward, by exchanges
+        self.events: list[Event] = []
+        self.within = self.between = 0.0
+
+    @property
+    def computed(self) -> list[float]:
+        """When each worker's backward ends without any exchange."""
+        return [began + each.backward for began, each in zip(self.began, self.times, strict=True)]
+
+    def exchange_during_backward(self) -> list[float]:
+        """Send all buckets through the stages. Returns when each worker has all results."""
+        times, hosts = self.times, range(len(self.cluster.hosts))
+        inside_free, out_free, link_free = [0.0] * len(hosts), [0.0] * len(hosts), 0.0
+        total = sum(bucket.nbytes for bucket in self.buckets) or 1.0
+        for index, bucket in enumerate(self.buckets):
+            # Gradients are scaled into the bucket, between the layers of backward.
+            for worker, rate in enumerate(self.copy_rates):
+                hooks = self.gradients * cost.GRADIENT_SECONDS * bucket.nbytes / total
+                self.delay[worker] += hooks + cost.SCALE_TRAFFIC * bucket.nbytes / rate
+            ready = [
+                began + bucket.moment * each.backward + delay
+                for began, each, delay in zip(self.began, times, self.delay, strict=True)
+            ]
+            summed = self._sum_inside(index, bucket.nbytes, ready, inside_free)
+            crossed = link_free = self._cross_link(index, bucket.nbytes, summed, link_free)
+            self._hand_out(index, bucket.nbytes, crossed, out_free)
+        return [
+            max(out_free[host], inside_free[host], computed + delay)
+            for host, computed, delay in zip(self.host_of, self.computed, self.delay, strict=True)
+        ]
+
+    def _sum_inside(
+        self, index: int, nbytes: float, ready: Sequence[float], free: list[float]
+    ) -> list[float]:
+        """Sum a bucket inside each host. Returns when each host's sum is there."""
+        ends = []
+        for host, workers in enumerate(self.workers_of):
+            start = max(free[host], *(ready[worker] for worker in workers))
+            if len(workers) > 1 and self.route.by_host:
+                slowest = min(self.copy_rates[worker] for worker in workers)
+                seconds = cost.BUCKET_SECONDS + cost.SUM_TRAFFIC * nbytes / slowest
+                self._note(host, f"sum {index}", start, seconds)
+                self._delay_backward(host, workers, seconds)
+                self.within += nbytes * (len(workers) - 1)
+                start += seconds
+            free[host] = start
+            ends.append(start)
+        return ends
+
+    def _cross_link(
+        self, index: int, nbytes: float, summed: Sequence[float], free: float
+    ) -> float:
+        """Exchange a bucket between hosts. Returns when all hosts have the result."""
+        start = max(free, *summed)
+        hosts = len(self.workers_of)
+        if hosts == 1:
+            return start
+        sent = self.route.crossing_bytes(nbytes)
+        self.between += sent
+        for host, workers in enumerate(self.workers_of):
+            # Each host sends and receives its part of all traffic.
+            processor = cost.CROSSING_SECONDS + 2 * sent / hosts * cost.WIRE_SECONDS
+            processor += self.route.codec.seconds_per_byte * nbytes
+            self._delay_backward(host, workers[:1], processor)
+        coding = self.route.codec.seconds_per_byte * nbytes
+        seconds = self.route.link_seconds(nbytes) + coding + cost.CROSSING_SECONDS
+        self.events.append(Event("link", f"bucket {index}", start, start + seconds))
+        return start + seconds
+
+    def _hand_out(self, index: int, nbytes: float, crossed: float, free: list[float]) -> None:
+        """Hand the result out to the workers of each host that don't lead it."""
+        for host, workers in enumerate(self.workers_of):
+            start = max(free[host], crossed)
+            if len(workers) > 1 and len(self.workers_of) > 1 and self.route.by_host:
+                slowest = min(self.copy_rates[worker] for worker in workers)
+                seconds = cost.BUCKET_SECONDS + cost.HAND_OUT_TRAFFIC * nbytes / slowest
+                self._note(host, f"hand out {index}", start, seconds)
+                self._delay_backward(host, workers, seconds)
+                start += seconds
+            free[host] = start
+
+    def _note(self, host: int, name: str, start: float, seconds: float) -> None:
+        for worker in self.workers_of[host]:
+            self.events.append(Event(f"worker {worker} exchange", name, start, start + seconds))
+
+    def _delay_backward(self, host: int, workers: Sequence[int], seconds: float) -> None:
+        """Take processor time from workers that still compute, if their host has no idle core."""
+        if not self.has_idle_core[host]:
+            for worker in workers:
+                self.delay[worker] += seconds
+
+    def agreement_seconds(self) -> float:
+        """Seconds in which workers of several hosts agree at the end of backward."""
+        links = self.route.network.links
+        return 3 * max((link.latency_seconds for link in links), default=0.0)
+
+    def finish(self, done: Sequence[float], fixed: float) -> SimulatedStep:
+        """End the step: the optimizers step, and what is left is done."""
+        ends = [
+            end + fixed + each.optimizer + each.other
+            for end, each in zip(done, self.times, strict=True)
+        ]
+        # Workers meet in each step, so the slowest decides.
+        slowest = max(range(len(ends)), key=ends.__getitem__)
+        each, seconds = self.times[slowest], ends[slowest]
+        parts = {
+            "data": each.data,
+            "forward": each.forward,
+            "backward": each.backward,
+            "exchange": seconds - each.seconds,
+            "optimizer": each.optimizer,
+            "other": each.other,
+        }
+        for worker, own in enumerate(self.times):
+            lane, begin = f"worker {worker}", 0.0
+            computed = self.began[worker] + own.backward + self.delay[worker]
+            for name, end in (
+                ("data", own.data),
+                ("forward", self.began[worker]),
+                ("backward", computed),
+                ("wait", max(done[worker], computed) + fixed),
+                ("optimizer", max(done[worker], computed) + fixed + own.optimizer),
+            ):
+                if end > begin:
+                    self.events.append(Event(lane, name, begin, end))
+                begin = end
+        events = tuple(sorted(self.events, key=lambda event: (event.lane, event.start)))
+        return SimulatedStep(seconds, parts, self.within, self.between, events)
+
+
+def _add_round(own: SimulatedStep, state: _Clock, every: int) -> SimulatedStep:
+    """Add the exchange of a round of local SGD, spread over its steps."""
+    total = sum(bucket.nbytes for bucket in state.buckets)
+    # All changes are there at once: no backward hides the exchange.
+    rounds = _Clock(
+        state.cluster,
+        [StepTimes(1, 0.0, 0.0, 0.0, 0.0, 0.0)] * len(state.times),
+        state.buckets,
+        state.gradients,
+        state.copy_rates,
+        state.route,
+    )
+    seconds = max(rounds.exchange_during_backward())
+    seconds += cost.ROUND_TRAFFIC * total / min(state.copy_rates) + rounds.agreement_seconds()
+    return SimulatedStep(
+        own.seconds + seconds / every,
+        {**own.parts, "exchange": own.parts["exchange"] + seconds / every},
+        rounds.within / every,
+        rounds.between / every,
+        own.events,
+    )
