@@ -60,6 +60,10 @@ import atexit
 atexit.register(lambda: Path(f"{preloaded}{rank}.left").write_text("left"))
 print("said", end="")
 if rank == 1:
+    # A worker that fails ends the others: rank 0 has to have left before.
+    limit = time.monotonic() + 60
+    while not Path(f"{preloaded}0.left").exists() and time.monotonic() < limit:
+        time.sleep(0.01)
     sys.exit("that was all")
 """  # noqa: E501
 
