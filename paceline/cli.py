@@ -20,7 +20,7 @@ from paceline.cluster.launcher import host_resources, launch, output
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.commands import lab
-from paceline.commands.plan import plan
+from paceline.commands.plan import plan as plan_script
 from paceline.commands.watch import make_watched_job, watch_run
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import format_bytes
@@ -68,7 +68,7 @@ bench_app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 bench_app.command("scaling")(scaling_command.scaling)
 app.command("watch")(watch_run)
-app.command("plan")(plan)
+app.command("plan")(plan_script)
 
 # Folders of scripts that commands start on workers.
 BENCH_FOLDER, APPS_FOLDER = Path(__file__).parent / "bench", Path(__file__).parent / "apps"
@@ -98,7 +98,12 @@ def run(
     script: options.Script,
     args: options.Arguments = None,
     *,
-    workers: options.Workers = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", "-n", help="Workers on this host. Default: those of --plan, or 1."
+        ),
+    ] = None,
     hosts: options.Hosts = 1,
     join: options.Join = None,
     host_rank: options.HostRank = None,
@@ -117,6 +122,7 @@ def run(
     servers: options.Servers = None,
     straggler: options.Straggler = None,
     cluster: options.ClusterFile = None,
+    plan: options.PlanToFollow = None,
     report_to: options.ReportTo = None,
     backend: options.Backend = None,
     watch: options.Watch = None,
@@ -127,7 +133,7 @@ def run(
     request = LaunchRequest(
         script=str(script),
         args=tuple(args or ()),
-        workers=workers,
+        workers=1 if workers is None else workers,
         hosts=hosts,
         join=join,
         host_rank=host_rank,
@@ -149,6 +155,10 @@ def run(
         backend=backend,
         progress=QUIET if quiet else progress,
     )
+    if plan is not None:
+        from paceline.commands.planned_run import follow_plan
+
+        request = follow_plan(request, plan, workers)
     env = {} if interface is None else {"PACELINE_INTERFACE": interface}
     if watch is None:
         raise typer.Exit(_run_job(request, env))

@@ -77,6 +77,15 @@ ClusterFile = Annotated[
         help="File that paceline probe wrote: routes between hosts are chosen by it.",
     ),
 ]
+PlanToFollow = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="FILE",
+        help="A plan of paceline plan: its workers, strategy and shares are used, and the run is "
+        "compared with it.",
+    ),
+]
 Watch = Annotated[
     str | None,
     typer.Option(

@@ -21,11 +21,12 @@ ALLOWED: dict[str, int] = {
     "paceline/bench/scaling_command.py:scaling": 90,
     "paceline/checkpoint/saving.py:_begin_checkpoint": 70,
     "paceline/checkpoint/saving.py:resume_newest": 60,
-    "paceline/cli.py": 440,
+    "paceline/cli.py": 450,
     "paceline/cli.py:generate": 65,  # a command: a line for each option
-    "paceline/cli.py:run": 65,  # a command: a line for each option
+    "paceline/cli.py:run": 75,  # a command: a line for each option
     "paceline/comm/native/control.py:connect_ranks": 55,
     "paceline/comm/native/default_group.py:__init__": 55,
+    "paceline/commands/plan.py:plan": 70,
     "paceline/data/indexed.py:begin_epoch": 55,
     "paceline/data/loader.py:deal_loader": 55,
     "paceline/elastic/recovery.py": 455,
@@ -35,6 +36,7 @@ ALLOWED: dict[str, int] = {
     "paceline/parallel/sharding/flat_memory.py:__init__": 80,
     "paceline/servers/process/shard.py:close_step": 55,
     "paceline/servers/tables/embedding.py:__init__": 60,
+    "paceline/session/assemble.py": 405,
     "paceline/session/start.py:start": 60,
 }
 
@@ -42,31 +44,32 @@ ALLOWED: dict[str, int] = {
 # Lines of code that each folder may have ("." are the files directly in `paceline/`), rounded up to
 # tens. A folder that grows says why in the commit; one that shrinks takes its figure along.
 BUDGET: dict[str, int] = {
-    ".": 1550,
+    ".": 1570,
     "apps": 1450,
     "bench": 770,
     "checkpoint": 2490,
-    "cluster": 7270,
+    "cluster": 7280,
     "codec": 880,
     "comm": 8960,
-    "commands": 170,
-    "data": 3200,
+    "commands": 470,
+    "data": 3210,
     "elastic": 1990,
     "lab": 2670,
     "loop": 1910,
     "native": 220,
     "notebook": 540,
-    "observe": 4900,
+    "observe": 4910,
     "parallel": 8930,
+    "plan": 1150,
     "prepare": 2280,
-    "record": 4360,
+    "record": 4380,
     "replicas": 740,
     "servers": 6760,
     "session": 2390,
     "state": 870,
     "status": 260,
     "sync": 4000,
-    "unequal": 1760,
+    "unequal": 2150,
     "workers": 400,
 }
 

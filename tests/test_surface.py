@@ -88,8 +88,10 @@ RUN = (  # of a Run
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface "
     "--sync --mesh --cut --shares --name"
-    " --placement --min-workers --restarts --patience --servers --straggler --cluster --report-to "
-    "--backend --watch --progress --quiet",
+    " --placement --min-workers --restarts --patience --servers --straggler --cluster --plan "
+    "--report-to --backend --watch --progress --quiet",
+    "plan": "subject args --workers --cluster --allow --sync --memory --what-if --out --profile "
+    "--trace --json",
     "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement "
     "--min-workers --restarts --patience --cluster --watch",
     "lab probe": "cluster --dtypes --out",

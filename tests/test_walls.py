@@ -34,7 +34,7 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "_RunAssembly": "builds all parts of a run, in one order",
 }
 # attributes of torch's, numpy's and zmq's objects that are there to be assigned
-THEIRS = {"grad", "data", "weight", "state", "linger"}
+THEIRS = {"grad", "data", "weight", "state", "linger", "forward"}
 # module: assignments to attributes of objects that other modules define
 ASSIGNED: dict[str, int] = {
     "paceline.cluster.hosts.elastic": 1,

@@ -105,6 +105,7 @@ class Place:
     # folder for the parts of the model that each worker would hold, written instead of training
     layout: str | None = None
     profile: str | None = None  # file that asks for measured steps instead of training
+    plan: str | None = None  # file of the plan that this run follows
     cluster: str | None = None  # file of the measured cluster that replaces the script's own
     # treatment of slow workers that replaces the script's own
     straggler: str | None = None
@@ -442,6 +443,7 @@ def _add_user_settings(place: Place, environ: Environ) -> Place:
         shares=environ.get("PACELINE_SHARES") or None,
         layout=environ.get("PACELINE_LAYOUT") or None,
         profile=environ.get("PACELINE_PROFILE") or None,
+        plan=environ.get("PACELINE_PLAN") or None,
         cluster=environ.get("PACELINE_CLUSTER") or None,
         straggler=environ.get("PACELINE_STRAGGLER") or None,
         report_to=environ.get("PACELINE_REPORT_TO") or None,

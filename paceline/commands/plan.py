@@ -6,13 +6,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from paceline import options
 from paceline.errors import UsageError
 
+if TYPE_CHECKING:  # they import torch, which `paceline --help` does without
+    from paceline.plan.answer import Plan
+    from paceline.plan.candidates import Candidate
+    from paceline.plan.model_profile import ModelProfile
+
+BUSY = 0.7  # part of the time for which threads have a core, on a machine that is idle otherwise
 ClusterToPlan = Annotated[
     str | None,
     typer.Option(
@@ -100,17 +106,19 @@ def plan(
 def _normalize_strategy(text: str) -> str:
     """Write a strategy as candidates write it. AllReduce() is the empty text."""
     from paceline.formatting import format_as_call
-    from paceline.notation import read
+    from paceline.notation import parse_strategy
 
-    written = format_as_call(read(text))
+    written = format_as_call(parse_strategy(text))
     return "" if written == "AllReduce()" else written
 
 
-def _get_profile(subject: Path, args: Sequence[str], candidates: Sequence[object]):  # type: ignore[no-untyped-def]
+def _get_profile(
+    subject: Path, args: Sequence[str], candidates: Sequence[Candidate]
+) -> ModelProfile:
     """Read a profile, or measure the script under all conditions that the candidates need."""
-    from paceline.bench.profiling import Condition, measure_script
     from paceline.cluster.machine import count_cores
     from paceline.plan import model_profile, search
+    from paceline.unequal.probe.script_profiler import Condition, measure_script
 
     if subject.suffix == ".json":
         return model_profile.read_profile(subject)
@@ -118,7 +126,7 @@ def _get_profile(subject: Path, args: Sequence[str], candidates: Sequence[object
         raise UsageError(f"{subject}: give a training script (.py), or a profile of one (.json)")
     if not subject.is_file():
         raise UsageError(f"there is no script {subject}")
-    conditions = search.find_conditions(candidates, count_cores())  # type: ignore[arg-type]
+    conditions = search.find_conditions(candidates, count_cores())
     for processes, threads in conditions:
         _note(f"measuring {processes} at once, {threads} threads each")
     return measure_script(
@@ -126,7 +134,7 @@ def _get_profile(subject: Path, args: Sequence[str], candidates: Sequence[object
     )
 
 
-def _print_plan(found, out: Path | None) -> None:  # type: ignore[no-untyped-def]
+def _print_plan(found: Plan, out: Path | None) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -134,6 +142,12 @@ def _print_plan(found, out: Path | None) -> None:  # type: ignore[no-untyped-def
     from paceline.plan import explain
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+    busy = min(condition.attended for condition in found.profile.conditions)
+    if busy < BUSY:
+        console.print(
+            "This machine was busy while the script was measured (its threads had a core "
+            f"{busy:.0%} of the time), so the figures are off: plan again when it is idle."
+        )
     console.print(found.verdict)
     table = Table(box=SIMPLE)
     for name in explain.COLUMNS:
@@ -147,12 +161,6 @@ def _print_plan(found, out: Path | None) -> None:  # type: ignore[no-untyped-def
         console.print(
             f"Exchanges are multiplied by {found.correction:.2f}: earlier runs of plans on this "
             "cluster took as long."
-        )
-    busy = min(condition.attended for condition in found.profile.conditions)
-    if busy < 0.85:
-        console.print(
-            f"This machine was busy while the script was measured (its threads had a core {busy:.0%} "
-            "of the time): plan again when it is idle."
         )
     if out is not None:
         console.print(f"paceline run --plan {out} {found.profile.script}")

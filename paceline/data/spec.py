@@ -137,6 +137,11 @@ class LoaderSpec:
             for origin in self.agreement.origins
         ]
 
+    def change_batches(self, change: Callable[[Any], Any]) -> None:
+        """Pass each batch through `change`, after it was moved to the device."""
+        move = self.move
+        self.move = change if move is None else lambda batch: change(move(batch))
+
     def follow_speeds(self, speeds: WorkerSpeeds) -> None:
         """Deal by these speeds from now on, with their present values whenever shares change."""
         self.speeds = speeds

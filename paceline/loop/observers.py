@@ -37,6 +37,11 @@ class LoopObservers:
     ghost_ended: tuple[Callable[[], None], ...] = ()
     went_back: tuple[Callable[[int], None], ...] = ()  # steps after this one were none
 
+    def preceded_by(self, first: LoopObservers) -> LoopObservers:
+        """Make observers that call those of `first` at each moment, and then these."""
+        names = [moment.name for moment in fields(self)]
+        return LoopObservers(**{name: getattr(first, name) + getattr(self, name) for name in names})
+
     def describe_order(self) -> Iterator[str]:
         """Yield each moment with what is called at it, in order."""
         for moment in fields(self):

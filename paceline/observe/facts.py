@@ -162,6 +162,8 @@ class RunFacts:
     write: float = 0.0
     background: bool = False  # whether all were saved in the background
     servers: list[server_report.ServerFacts] = field(default_factory=list)
+    # The steps compared with the plan that the run followed, in words. Empty: it followed none.
+    planned: str = ""
     standing: RunStanding = ENDED_STANDING
 
     @property
@@ -412,6 +414,7 @@ def _parse_summary(name: str, fields: Mapping[str, Any]) -> RunFacts:
             server_report.read_server(server, index)
             for index, server in enumerate(fields.get("servers", []))
         ],
+        planned=_describe_planned(fields),
     )
 
 
@@ -427,6 +430,15 @@ def _read_checkpoints(fields: Mapping[str, Any]) -> dict[str, Any]:
         "write": float(saved["write_seconds"]) / count,
         "background": int(saved.get("background", 0)) >= count,
     }
+
+
+def _describe_planned(fields: Mapping[str, Any]) -> str:
+    """Describe how the run compares with its plan; empty if it had none."""
+    planned = fields.get("settings", {}).get("plan")
+    if planned is None:
+        return ""
+    words = str(planned["words"])
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _read_lateness(fields: Mapping[str, Any]) -> tuple[dict[str, float], ...]:

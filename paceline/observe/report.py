@@ -40,6 +40,7 @@ def format_report(folder: Path) -> str:
     blocks = [
         _format_title(facts),
         _format_times(facts),
+        facts.planned,
         _format_lateness(facts),
         _format_links(facts),
         _format_traffic(facts),

@@ -180,7 +180,7 @@ def _explain_misfit(
     """Name the smallest change with which something would fit."""
     assert wishes.memory_bytes is not None
     least = min(priced, key=lambda each: each.memory_bytes)
-    states = sum(profile.state_bytes) + profile.trained_bytes
+    states = least.state_bytes
     limit = format_bytes(round(wishes.memory_bytes))
     text = f"no way fits into {limit}: the smallest needs {format_bytes(round(least.memory_bytes))}"
     if states > wishes.memory_bytes:
@@ -188,8 +188,8 @@ def _explain_misfit(
             f"{text}, {format_bytes(states)} of it for parameters, gradients and optimizer: "
             "cut the model (pl.shard), or take workers with as much memory"
         )
-    activations = least.memory_bytes - states
-    batch = int(profile.global_batch * (wishes.memory_bytes - states) / max(activations, 1.0))
+    room = (wishes.memory_bytes - states) / max(least.activation_bytes, 1.0)
+    batch = int(profile.global_batch * room)
     if batch < 1:
         return f"{text}: not even one sample's activations fit beside the states"
     return f"{text}. A global batch of {batch} samples would fit"

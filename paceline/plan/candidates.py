@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from paceline.plan.exchange_cost import EXACT, INT8, Codec
+from paceline.plan.exchange_cost import EXACT, INT8, WireCodec
 from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
 
 Kind = Literal["one worker", "data parallel", "int8", "local SGD"]
@@ -30,7 +30,7 @@ class Candidate:
     kind: Kind
     cluster: PlannedCluster
     host_indices: tuple[int, ...]
-    codec: Codec = EXACT
+    codec: WireCodec = EXACT
     every: int = 1
     by_speed: bool = False
 
@@ -70,28 +70,44 @@ def list_candidates(cluster: PlannedCluster, *, lossy: bool) -> Iterator[Candida
     order = sorted(range(len(cluster.hosts)), key=lambda i: (-_speed(cluster.hosts[i]), i))
     best = order[0]
     for workers in range(1, cluster.hosts[best].workers + 1):
-        host = use_workers(cluster.hosts[best], workers)
-        part = replace(cluster, hosts=(host,))
+        part = take_workers(cluster, {best: workers})
         yield from _vary_strategy(part, (best,), lossy=lossy)
     for count in range(2, len(order) + 1):
         chosen = tuple(sorted(order[:count]))
-        yield from _vary_strategy(cluster.select_hosts(chosen), chosen, lossy=lossy)
-        alone = replace(
-            cluster, hosts=tuple(use_workers(cluster.hosts[index], 1) for index in chosen)
-        )
-        if alone.workers < cluster.select_hosts(chosen).workers:
+        full = {index: cluster.hosts[index].workers for index in chosen}
+        yield from _vary_strategy(take_workers(cluster, full), chosen, lossy=lossy)
+        if sum(full.values()) > len(chosen):
+            alone = take_workers(cluster, dict.fromkeys(chosen, 1))
             yield from _vary_strategy(alone, chosen, lossy=lossy)
 
 
-def use_workers(host: PlannedHost, workers: int) -> PlannedHost:
-    """Use some workers of a host. They divide the cores of all of them."""
-    if workers == host.workers:
-        return host
-    threads = max(1, host.workers * host.threads // workers)
-    # One worker with all threads is as fast as all of them together, as far as products go.
+def take_workers(cluster: PlannedCluster, workers: Mapping[int, int]) -> PlannedCluster:
+    """Take some workers of some hosts, which divide the cores of their machine.
+
+    Args:
+        cluster: All hosts. If all workers of all hosts are taken, their threads stay as they are.
+        workers: Number of workers of each host that is taken, by its index.
+    """
+    if workers == {index: host.workers for index, host in enumerate(cluster.hosts)}:
+        return cluster
+    hosts = [
+        replace(cluster.hosts[index], workers=count) for index, count in sorted(workers.items())
+    ]
+    return replace(cluster, hosts=tuple(_deal_threads(host, hosts) for host in hosts))
+
+
+def _deal_threads(host: PlannedHost, hosts: Sequence[PlannedHost]) -> PlannedHost:
+    """Give each worker as many threads as `paceline run` would."""
+    if host.quota is not None:
+        threads = max(1, int(host.quota) // host.workers)
+    else:
+        together = [each for each in hosts if each is host or each.machine == host.machine]
+        sharing = sum(each.workers for each in together) if host.machine else host.workers
+        threads = max(1, int(host.cores) // sharing)
+    # A worker with all threads is as fast in products as all that shared them.
     scale = threads / host.threads
-    flops = tuple(each * scale for each in host.flops[:workers])
-    return replace(host, workers=workers, threads=threads, flops=flops)
+    flops = tuple(each * scale for each in host.flops[: host.workers])
+    return replace(host, threads=threads, flops=flops)
 
 
 def _vary_strategy(
@@ -117,8 +133,6 @@ def _speed(host: PlannedHost) -> float:
 
 def _is_unequal(cluster: PlannedCluster) -> bool:
     speeds = [flops for host in cluster.hosts for flops in host.flops]
-    per_worker = [
-        host.demand / host.workers for host in cluster.hosts for _ in range(host.workers)
-    ]
+    per_worker = [host.demand / host.workers for host in cluster.hosts for _ in range(host.workers)]
     values = speeds if len(speeds) == cluster.workers else per_worker
     return max(values) > 1.1 * min(values)

@@ -27,7 +27,7 @@ INT8_RATIO: Final = 3.94  # bytes of float32 for each byte on the wire, scales i
 
 
 @dataclass(frozen=True)
-class Codec:
+class WireCodec:
     """How gradients are written between hosts.
 
     Attributes:
@@ -41,5 +41,5 @@ class Codec:
     seconds_per_byte: float = 0.0
 
 
-EXACT: Final = Codec()
-INT8: Final = Codec("int8()", INT8_RATIO, CODE_SECONDS)
+EXACT: Final = WireCodec()
+INT8: Final = WireCodec("int8()", INT8_RATIO, CODE_SECONDS)

@@ -1,4 +1,4 @@
-"""Explains a plan: the verdict in one sentence, the table, why others lose, what would change it."""
+"""Explains a plan: the verdict, the table, why other ways lose, and what would change it."""
 
 from __future__ import annotations
 
@@ -51,8 +51,10 @@ def explain_verdict(
     if best is all_workers or not _uses_fewer(best, all_workers):
         way = f" with {best.candidate.sync}" if best.candidate.sync else ""
         fastest = best.step.seconds / alone.step.seconds
-        return f"{text}: they pay." if not way else (
-            f"{name} take {fastest:.2f} of the time of one worker{way}: they pay."
+        return (
+            f"{text}: they pay."
+            if not way
+            else (f"{name} take {fastest:.2f} of the time of one worker{way}: they pay.")
         )
     fewer = best.step.seconds / alone.step.seconds
     return (

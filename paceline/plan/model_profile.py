@@ -86,7 +86,8 @@ class MeasuredCondition:
 
         def between(name: str) -> float:
             start: float = getattr(low, name)
-            return max(start + way * (getattr(high, name) - start), 0.0)
+            end: float = getattr(high, name)
+            return max(start + way * (end - start), 0.0)
 
         names = ("data", "forward", "backward", "optimizer", "other", "spread", "activation_bytes")
         return StepTimes(round(samples), **{name: between(name) for name in names})

@@ -11,6 +11,7 @@ from paceline.plan.model_profile import MeasuredCondition, ModelProfile, StepTim
 from paceline.plan.planned_cluster import PlannedCluster
 from paceline.plan.step_cost import (
     SimulatedStep,
+    WorkerLoad,
     choose_exchange,
     lay_out_buckets,
     simulate_step,
@@ -32,7 +33,8 @@ class PricedCandidate:
         step: The simulated step.
         samples_per_second: Of all workers together.
         uncertainty: Range of the prediction, as a part of it: 0.1 is from 0.9 to 1.1 times.
-        memory_bytes: Bytes that the largest worker holds: states, buckets and activations.
+        state_bytes: Bytes that each worker holds from step to step: states and buckets.
+        activation_bytes: Bytes that autograd keeps on the worker with the largest share.
         shares: Part of the global batch of each worker.
     """
 
@@ -40,8 +42,14 @@ class PricedCandidate:
     step: SimulatedStep
     samples_per_second: float
     uncertainty: float
-    memory_bytes: float
+    state_bytes: float
+    activation_bytes: float
     shares: tuple[float, ...]
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that the largest worker holds."""
+        return self.state_bytes + self.activation_bytes
 
 
 def price_candidates(
@@ -69,18 +77,13 @@ def price_candidate(
         _scale_times(condition.predict_step(profile.global_batch * share), speed)
         for condition, speed, share in zip(conditions, speeds, shares, strict=True)
     ]
-    step = simulate_step(
-        cluster,
-        times,
-        lay_out_buckets(profile.gradients),
-        len(profile.gradients),
-        [
-            condition.copied_bytes_per_second * min(speed, 1.0)
-            for condition, speed in zip(conditions, speeds, strict=True)
-        ],
-        choose_exchange(cluster, candidate.codec),
-        every=candidate.every,
-    )
+    workers = [
+        WorkerLoad(own, condition.copied_bytes_per_second * min(speed, 1.0))
+        for own, condition, speed in zip(times, conditions, speeds, strict=True)
+    ]
+    route = choose_exchange(cluster, candidate.codec)
+    gradients = lay_out_buckets(profile.gradients)
+    step = simulate_step(cluster, workers, gradients, route, every=candidate.every)
     step = _correct_exchange(step, correction)
     spread = max(each.spread for each in times)
     # One worker has no exchange that could be predicted wrongly.
@@ -90,7 +93,8 @@ def price_candidate(
         step,
         profile.global_batch / step.seconds,
         (error**2 + (spread / 2) ** 2) ** 0.5,
-        _predict_memory(profile, candidate, times),
+        _predict_states(profile, candidate),
+        max(each.activation_bytes for each in times),
         tuple(shares),
     )
 
@@ -118,13 +122,17 @@ def find_conditions(
 
 def _thin_out(counts: Sequence[int]) -> tuple[float, ...]:
     """Keep the first, the last and the middle one."""
-    return tuple(float(count) for count in dict.fromkeys((counts[0], counts[len(counts) // 2], counts[-1])))
+    return tuple(
+        float(count) for count in dict.fromkeys((counts[0], counts[len(counts) // 2], counts[-1]))
+    )
 
 
 def imitate_host(cluster: PlannedCluster, index: int, cores: int) -> tuple[int, int]:
     """Choose the processes and threads that load this machine as much as that host's is loaded."""
     threads = min(cluster.hosts[index].threads, cores)
-    return max(1, min(MOST_PROCESSES, round(cluster.machine_load(index) * cores / threads))), threads
+    return max(
+        1, min(MOST_PROCESSES, round(cluster.machine_load(index) * cores / threads))
+    ), threads
 
 
 def _find_measured(
@@ -185,14 +193,11 @@ def _correct_exchange(step: SimulatedStep, correction: float) -> SimulatedStep:
     )
 
 
-def _predict_memory(
-    profile: ModelProfile, candidate: Candidate, times: Sequence[StepTimes]
-) -> float:
-    """Predict the bytes of the largest worker: states, buckets, and what autograd keeps."""
-    states = float(sum(profile.state_bytes))
-    if candidate.cluster.workers > 1:
-        states += profile.trained_bytes * (2 if candidate.every > 1 else 1)
-    return states + max(each.activation_bytes for each in times)
+def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:
+    """Predict the bytes that a worker holds from step to step."""
+    # Several workers have buckets. With local SGD they keep the replica of the last round as well.
+    buckets = 0 if candidate.cluster.workers == 1 else 1 if candidate.every == 1 else 2
+    return float(sum(profile.state_bytes) + buckets * profile.trained_bytes)
 
 
 @dataclass(frozen=True)
@@ -220,9 +225,7 @@ def find_turnings(
     turnings: list[Turning] = []
     if len(cluster.hosts) < 2:
         return turnings
-    rate = min(
-        min(host.up.bytes_per_second, host.down.bytes_per_second) for host in cluster.hosts
-    )
+    rate = min(min(host.up.bytes_per_second, host.down.bytes_per_second) for host in cluster.hosts)
 
     def find_best(factor: float) -> PricedCandidate:
         changed = cluster.scale_links(factor)

@@ -26,7 +26,7 @@ from paceline.comm.schedule import (
     predict_seconds,
 )
 from paceline.plan import exchange_cost as cost
-from paceline.plan.exchange_cost import EXACT, Codec
+from paceline.plan.exchange_cost import EXACT, WireCodec
 from paceline.plan.model_profile import GradientProfile, StepTimes
 from paceline.plan.planned_cluster import PlannedCluster
 
@@ -39,6 +39,20 @@ class BucketLoad(NamedTuple):
 
     nbytes: float
     moment: float
+
+
+class GradientLoad(NamedTuple):
+    """The gradients of a model: the number of its parameters, and their buckets in order."""
+
+    parameters: int
+    buckets: tuple[BucketLoad, ...]
+
+
+class WorkerLoad(NamedTuple):
+    """A worker: times of its share without an exchange, and bytes it reads and writes a second."""
+
+    times: StepTimes
+    copy_rate: float
 
 
 class Event(NamedTuple):
@@ -69,7 +83,7 @@ class SimulatedStep:
     events: tuple[Event, ...] = field(default=(), repr=False)
 
 
-def lay_out_buckets(gradients: Sequence[GradientProfile]) -> tuple[BucketLoad, ...]:
+def lay_out_buckets(gradients: Sequence[GradientProfile]) -> GradientLoad:
     """Lay gradients out in the buckets that AllReduce would make of them."""
     import torch
 
@@ -78,13 +92,14 @@ def lay_out_buckets(gradients: Sequence[GradientProfile]) -> tuple[BucketLoad, .
         BucketShape((each.numel,), (1,), getattr(torch, each.dtype), device) for each in gradients
     ]
     runs = cut_runs(shapes, range(len(shapes)), BUCKET, FIRST_BUCKET)
-    return tuple(
+    buckets = [
         BucketLoad(
             float(sum(shapes[index].padded_numel * shapes[index].dtype.itemsize for index in run)),
             max(gradients[index].moment for index in run),
         )
         for run in runs
-    )
+    ]
+    return GradientLoad(len(gradients), tuple(buckets))
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,7 @@ class ExchangeRoute:
     schedule: Schedule | None
     network: ScheduleNetwork
     by_host: bool = True
-    codec: Codec = EXACT
+    codec: WireCodec = EXACT
 
     def link_seconds(self, nbytes: float) -> float:
         """Seconds that a bucket occupies the links."""
@@ -124,7 +139,7 @@ class ExchangeRoute:
         return fractions * nbytes / self.codec.ratio
 
 
-def choose_exchange(cluster: PlannedCluster, codec: Codec = EXACT) -> ExchangeRoute:
+def choose_exchange(cluster: PlannedCluster, codec: WireCodec = EXACT) -> ExchangeRoute:
     """Choose the route that AllReduce takes without a measured cluster: one copy per host."""
     links = [
         LinkSpeed(
@@ -145,10 +160,8 @@ def choose_exchange(cluster: PlannedCluster, codec: Codec = EXACT) -> ExchangeRo
 
 def simulate_step(
     cluster: PlannedCluster,
-    times: Sequence[StepTimes],
-    buckets: Sequence[BucketLoad],
-    gradients: int,
-    copy_rates: Sequence[float],
+    workers: Sequence[WorkerLoad],
+    gradients: GradientLoad,
     route: ExchangeRoute,
     *,
     every: int = 1,
@@ -157,17 +170,14 @@ def simulate_step(
 
     Args:
         cluster: The hosts, and their workers.
-        times: Times of each worker for its share, without an exchange.
-        buckets: Buckets of gradients, in the order in which they leave.
-        gradients: Number of parameters.
-        copy_rates: Bytes per second that each worker reads and writes.
+        workers: Load of each worker.
+        gradients: What is exchanged.
         route: How buckets travel.
         every: Steps between two exchanges: 1 exchanges gradients during backward. With more,
             workers step on their own and exchange their changes then (local SGD).
     """
-    state = _Clock(cluster, times, buckets, gradients, copy_rates, route)
-    workers = cluster.workers
-    if workers == 1:
+    state = _Clock(cluster, workers, gradients, route)
+    if cluster.workers == 1:
         return state.finish([state.computed[0]], 0.0)
     if every == 1:
         done = state.exchange_during_backward()
@@ -182,14 +192,13 @@ class _Clock:
     def __init__(
         self,
         cluster: PlannedCluster,
-        times: Sequence[StepTimes],
-        buckets: Sequence[BucketLoad],
-        gradients: int,
-        copy_rates: Sequence[float],
+        workers: Sequence[WorkerLoad],
+        gradients: GradientLoad,
         route: ExchangeRoute,
     ) -> None:
-        self.cluster, self.times, self.buckets = cluster, times, buckets
-        self.gradients, self.copy_rates, self.route = gradients, copy_rates, route
+        self.cluster, self.gradients, self.route = cluster, gradients, route
+        self.times = [worker.times for worker in workers]
+        self.copy_rates = [worker.copy_rate for worker in workers]
         self.host_of = cluster.host_of_workers()
         self.workers_of = [
             [worker for worker, host in enumerate(self.host_of) if host == index]
@@ -201,8 +210,8 @@ class _Clock:
             and (host.quota is None or host.quota - host.workers * host.threads >= 1.0)
             for index, host in enumerate(cluster.hosts)
         ]
-        self.began = [each.data + each.forward for each in times]
-        self.delay = [0.0] * len(times)  # of backward, by exchanges
+        self.began = [each.data + each.forward for each in self.times]
+        self.delay = [0.0] * len(workers)  # of backward, by exchanges
         self.events: list[Event] = []
         self.within = self.between = 0.0
 
@@ -215,11 +224,12 @@ class _Clock:
         """Send all buckets through the stages. Returns when each worker has all results."""
         times, hosts = self.times, range(len(self.cluster.hosts))
         inside_free, out_free, link_free = [0.0] * len(hosts), [0.0] * len(hosts), 0.0
-        total = sum(bucket.nbytes for bucket in self.buckets) or 1.0
-        for index, bucket in enumerate(self.buckets):
+        buckets = self.gradients.buckets
+        total = sum(bucket.nbytes for bucket in buckets) or 1.0
+        for index, bucket in enumerate(buckets):
             # Gradients are scaled into the bucket, between the layers of backward.
             for worker, rate in enumerate(self.copy_rates):
-                hooks = self.gradients * cost.GRADIENT_SECONDS * bucket.nbytes / total
+                hooks = self.gradients.parameters * cost.GRADIENT_SECONDS * bucket.nbytes / total
                 self.delay[worker] += hooks + cost.SCALE_TRAFFIC * bucket.nbytes / rate
             ready = [
                 began + bucket.moment * each.backward + delay
@@ -251,9 +261,7 @@ class _Clock:
             ends.append(start)
         return ends
 
-    def _cross_link(
-        self, index: int, nbytes: float, summed: Sequence[float], free: float
-    ) -> float:
+    def _cross_link(self, index: int, nbytes: float, summed: Sequence[float], free: float) -> float:
         """Exchange a bucket between hosts. Returns when all hosts have the result."""
         start = max(free, *summed)
         hosts = len(self.workers_of)
@@ -334,16 +342,11 @@ class _Clock:
 
 def _add_round(own: SimulatedStep, state: _Clock, every: int) -> SimulatedStep:
     """Add the exchange of a round of local SGD, spread over its steps."""
-    total = sum(bucket.nbytes for bucket in state.buckets)
+    total = sum(bucket.nbytes for bucket in state.gradients.buckets)
     # All changes are there at once: no backward hides the exchange.
-    rounds = _Clock(
-        state.cluster,
-        [StepTimes(1, 0.0, 0.0, 0.0, 0.0, 0.0)] * len(state.times),
-        state.buckets,
-        state.gradients,
-        state.copy_rates,
-        state.route,
-    )
+    idle = StepTimes(1, 0.0, 0.0, 0.0, 0.0, 0.0)
+    workers = [WorkerLoad(idle, rate) for rate in state.copy_rates]
+    rounds = _Clock(state.cluster, workers, state.gradients, state.route)
     seconds = max(rounds.exchange_during_backward())
     seconds += cost.ROUND_TRAFFIC * total / min(state.copy_rates) + rounds.agreement_seconds()
     return SimulatedStep(

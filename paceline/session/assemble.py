@@ -49,7 +49,6 @@ from paceline.record.held_memory import MemoryWatch
 from paceline.record.hints import StartupHints
 from paceline.record.history import RunHistory
 from paceline.record.layout import ModelLayout
-from paceline.record.step_profiler import make_profiler_observers
 from paceline.record.live import LiveRecord
 from paceline.record.log import MetricsLog
 from paceline.record.run_records import LogMeetings, RunRecords
@@ -65,6 +64,7 @@ from paceline.state.versioned import GeneratorStates, WorkerGenerator
 from paceline.sync.base import Strategy
 from paceline.sync.context import SyncContext
 from paceline.unequal.probe.link_watch import LinkWatch
+from paceline.unequal.probe.step_profiler import make_profiler_observers
 from paceline.unequal.shares.follower import ShareFollower
 from paceline.unequal.shares.quota import ProcessorQuota
 from paceline.unequal.stragglers.straggler_policy import Policy, PolicyCheck
@@ -317,7 +317,10 @@ class _RunAssembly:
         collector = self._build_collector(elastic)
         survival = None if elastic is None else self._build_survival(elastic, collector)
         plan = TotalSteps(total_steps, self.log.expect_steps)
-        self.loop.observe(self._order_observers(plan, collector, survival, elastic))
+        observers = self._order_observers(plan, collector, survival, elastic)
+        # For `paceline plan` steps are only measured.
+        measuring = make_profiler_observers(self.prepared, self.view.worker.place.profile)
+        self.loop.observe(observers.preceded_by(measuring))
         self.hints.begin_watching()
         self.watch.begin_watching()
         return Run(
@@ -364,9 +367,6 @@ class _RunAssembly:
             else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write_and_exit,)
         )
 
-        # If only the steps are to be measured, for `paceline plan`.
-        measuring = make_profiler_observers(self.prepared, place.profile)
-
         def begin_comparing() -> None:
             self.comparer.begin_training(self.loop.steps_made)
 
@@ -378,14 +378,9 @@ class _RunAssembly:
                 begin_comparing,
             ),
             epoch_began=(collector.leave_lockstep, follower.epoch_began, self.progress.loop_began),
-            lead_taken=(
-                PolicyCheck(self.joined.straggler).check_leader,
-                plan.add_leading_loader,
-                *measuring.lead_taken,
-            ),
+            lead_taken=(PolicyCheck(self.joined.straggler).check_leader, plan.add_leading_loader),
             first_step=(
                 *describing,
-                *measuring.first_step,
                 self.prepared.cuts.check_used,
                 memory.predict_optimizer,
                 hints.hint_at_missing_gradients,
@@ -394,7 +389,6 @@ class _RunAssembly:
             doubled=(memory.measure_held,),
             committed=() if elastic is None else (elastic.body.buddies.copy_if_due,),
             step_ended=(
-                *measuring.step_ended,
                 log.end_step,
                 self.comparer.step_ended,
                 follower.step_ended,

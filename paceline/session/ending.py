@@ -22,6 +22,7 @@ from paceline.record.hints import StartupHints
 from paceline.record.history import RunHistory
 from paceline.record.live import MAX_EVENTS, LiveRecord
 from paceline.record.log import MetricsLog
+from paceline.record.outcome.planned import conclude_plan
 from paceline.record.outcome.settings import collect_settings
 from paceline.record.summary import RunOutcome, describe_dealing, write_outcome
 from paceline.sync.abilities import Abilities
@@ -130,13 +131,16 @@ class RunConclusion:
             served,
             history.results,
             self.links.slow_links,
-            collect_settings(
-                self.view.worker.place, self.view.worker.device, history.seed, self.prepared
-            )
-            if self.view.is_first
-            else {},
+            self._collect_settings() if self.view.is_first else {},
         )
         write_outcome(outcome, self.axes, self.folder, self.log)
+
+    def _collect_settings(self) -> dict[str, Any]:
+        """Collect the settings, and how the run compares with its plan, if it has one."""
+        worker = self.view.worker
+        settings = collect_settings(worker.place, worker.device, self.history.seed, self.prepared)
+        planned = conclude_plan(worker.place.plan, self.folder.metrics, worker.say)
+        return settings if planned is None else {**settings, "plan": planned}
 
 
 class RunEnding:

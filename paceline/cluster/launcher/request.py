@@ -61,6 +61,7 @@ class LaunchRequest:
         report_to: Service that the run reports to.
         shares: Shares of the batch.
         cluster: File of a measured cluster.
+        plan: File of the plan that the run follows.
         progress: Seconds between two lines of progress if there is no bar. With `QUIET` the
             launcher prints only messages about problems.
         bare: Show what workers write at once and without their ranks, for commands in which only
@@ -92,6 +93,7 @@ class LaunchRequest:
     report_to: str | None = None
     shares: str | None = None
     cluster: str | Path | None = None
+    plan: str | Path | None = None
     progress: float | None = None
     bare: bool = False
     call: tuple[int, int] | None = None

@@ -190,5 +190,6 @@ def _make_option_variables(job: LaunchRequest) -> dict[str, str]:
         "STATUS_EVERY": job.progress,
         # Workers may change their folder, so they get the whole path.
         "CLUSTER": None if job.cluster is None else Path(job.cluster).absolute(),
+        "PLAN": None if job.plan is None else Path(job.plan).absolute(),
     }
     return {f"PACELINE_{name}": str(value) for name, value in options.items() if value is not None}

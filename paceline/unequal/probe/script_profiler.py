@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from paceline.cluster.discover import copy_environment
 from paceline.errors import UsageError
 from paceline.plan.model_profile import ModelProfile, join_processes, read_profile
-from paceline.record.step_profiler import ProfileRequest
+from paceline.unequal.probe.step_profiler import ProfileRequest
 
 LONGEST: Final = 300.0  # seconds that all copies of one condition may take
 SHOWN_LINES: Final = 6  # last lines that are shown of a copy that failed
@@ -107,7 +107,9 @@ def _wait_for_copies(
                 continue
             waiting.discard(index)
             if not requests[index].result_file().exists():
-                raise UsageError(_describe_failure(script, copies[index].returncode, requests[index]))
+                raise UsageError(
+                    _describe_failure(script, copies[index].returncode, requests[index])
+                )
         if time.monotonic() > limit:
             raise UsageError(
                 f"{script} hasn't made its first steps within {LONGEST:g} s: give it a smaller "
@@ -122,8 +124,8 @@ def _describe_failure(script: str, code: int, request: ProfileRequest) -> str:
     if code:
         return f"{script} fails (exit code {code}):\n" + "\n".join(lines[-SHOWN_LINES:])
     return (
-        f"{script} ended before any steps were measured: `paceline plan` needs a script that trains "
-        "in a loop over a loader from run.prepare"
+        f"{script} ended before any steps were measured: `paceline plan` needs a script that "
+        "trains in a loop over a loader from run.prepare"
     )
 
 

@@ -141,7 +141,8 @@ class StepProfiler:
         prepared = self._prepared
         if prepared.cuts.applied:
             raise UsageError("paceline plan measures whole models: leave --mesh and --cut out")
-        devices = {parameter.device.type for _, m in prepared.models for parameter in m.parameters()}
+        models = [model for _, model in prepared.models]
+        devices = {parameter.device.type for model in models for parameter in model.parameters()}
         if devices - {"cpu"}:
             raise UsageError(
                 f"paceline plan measures scripts on the CPU, and this one trains on "
@@ -154,8 +155,7 @@ class StepProfiler:
             for _, model in prepared.models
             for parameter in model.parameters()
         }
-        move = loader.terms.move
-        loader.terms.move = lambda batch: self._take_samples(batch if move is None else move(batch))
+        loader.terms.change_batches(self._take_samples)
         for _, model in prepared.models:
             model.register_forward_hook(self._note_forward)
             for parameter in model.parameters():
@@ -194,7 +194,7 @@ class StepProfiler:
     # ---- hooks
 
     def _take_samples(self, batch: Any) -> Any:
-        """Take the first samples of a batch."""
+        """Copy the first samples of a batch: autograd would keep the whole batch of a view."""
         phase, whole = self._phase, self._global_batch
         # The skipped step of a phase shows what autograd keeps.
         if phase is not None and phase.skipped < SKIPPED_STEPS:
@@ -205,7 +205,7 @@ class StepProfiler:
             return batch
         cut = tree_map(
             lambda leaf: (
-                leaf[:wanted]
+                leaf[:wanted].clone()
                 if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == whole
                 else leaf
             ),
@@ -325,7 +325,8 @@ class StepProfiler:
             if key in parameters
         )
         profile = ModelProfile(
-            request.script, count_cores(), self._global_batch, gradients, totals, (condition,))
+            request.script, count_cores(), self._global_batch, gradients, totals, (condition,)
+        )
         request.result_file().write_text(format_profile(profile))
 
     def _describe_parameters(self) -> tuple[tuple[int, int, int], dict[int, Tensor]]:
@@ -349,7 +350,9 @@ def _summarize_phase(phase: _Phase) -> StepTimes:
         name: statistics.median(getattr(step, name) for step in phase.steps) for name in names
     }
     spread = (high - low) / statistics.median(seconds)
-    return StepTimes(phase.samples, **medians, spread=spread, activation_bytes=phase.activation_bytes)
+    return StepTimes(
+        phase.samples, **medians, spread=spread, activation_bytes=phase.activation_bytes
+    )
 
 
 def _name_dtype(tensor: Tensor) -> str:
@@ -362,9 +365,7 @@ def _meet_processes(request: ProfileRequest, moment: str) -> None:
         return
     folder, limit = Path(request.folder), time.monotonic() + MEETING_SECONDS
     (folder / f"{moment}-{request.index}").touch()
-    while any(
-        not (folder / f"{moment}-{index}").exists() for index in range(request.processes)
-    ):
+    while any(not (folder / f"{moment}-{index}").exists() for index in range(request.processes)):
         if time.monotonic() > limit:
             raise UsageError(
                 f"paceline plan: another copy of the script hasn't come to its loop within "
