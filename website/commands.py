@@ -14,7 +14,7 @@ NAME = "reference/command-line.md"
 HEAD = """# Command line
 
 All commands and their options, as `--help` shows them. Options of paceline stand before the script, and what stands after it
-belongs to the script.
+belongs to the script. With `paceline plan`, what belongs to the script stands after `--`.
 """  # noqa: E501
 
 

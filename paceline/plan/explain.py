@@ -131,6 +131,7 @@ def to_fields(priced: PricedCandidate) -> dict[str, Any]:
         "threads": [host.threads for host in candidate.cluster.hosts],
         "sync": candidate.sync,
         "shares": list(priced.shares),
+        "shares_by_speed": candidate.by_speed,
         "seconds_per_step": step.seconds,
         "uncertainty": priced.uncertainty,
         "samples_per_second": priced.samples_per_second,

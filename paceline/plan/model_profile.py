@@ -113,7 +113,8 @@ class ModelProfile:
 
     Attributes:
         script: The script.
-        cores: Cores of the machine on which it was measured.
+        machine: Id of the machine on which it was measured.
+        cores: Cores of that machine.
         global_batch: Samples of a step of all workers together.
         gradients: Trained parameters, in the order of their gradients.
         state_bytes: Bytes of parameters and buffers, of gradients, and of optimizer state.
@@ -121,6 +122,7 @@ class ModelProfile:
     """
 
     script: str
+    machine: str
     cores: int
     global_batch: int
     gradients: tuple[GradientProfile, ...]
@@ -131,6 +133,14 @@ class ModelProfile:
     def trained_bytes(self) -> int:
         """Bytes of all gradients."""
         return self.state_bytes[1]
+
+    @property
+    def core_flops(self) -> float:
+        """Operations per second of a core, in products of float32 matrices. 0: not measured."""
+        return max(
+            each.flops * max(1.0, each.processes * each.threads / self.cores) / each.threads
+            for each in self.conditions
+        )
 
     def find_condition(self, processes: int, threads: int) -> MeasuredCondition:
         """Find the condition that is most like the asked one."""
@@ -155,6 +165,7 @@ def parse_profile(text: str, source: str = "the text") -> ModelProfile:
             raise UsageError(f"{source} isn't a profile of this version: measure the script again")
         return ModelProfile(
             content["script"],
+            content["machine"],
             int(content["cores"]),
             int(content["global_batch"]),
             tuple(GradientProfile(*each) for each in content["gradients"]),

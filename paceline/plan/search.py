@@ -8,7 +8,7 @@ from typing import Final
 
 from paceline.plan.candidates import Candidate, list_candidates
 from paceline.plan.model_profile import MeasuredCondition, ModelProfile, StepTimes
-from paceline.plan.planned_cluster import PlannedCluster
+from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
 from paceline.plan.step_cost import (
     SimulatedStep,
     WorkerLoad,
@@ -142,19 +142,25 @@ def _find_measured(
     conditions, speeds = [], []
     for index, host in enumerate(cluster.hosts):
         condition = profile.find_condition(*imitate_host(cluster, index, profile.cores))
-        # How many threads want each core: there, here, and there by this host's workers alone.
+        # How many threads want each core: there, and here.
         there = max(1.0, cluster.machine_load(index))
         here = max(1.0, condition.processes * condition.threads / profile.cores)
-        alone = max(1.0, host.demand / host.cores)
-        for worker in range(host.workers):
+        for cores in _count_own_cores(host, profile):
             conditions.append(condition)
-            if host.flops and condition.flops:
-                speeds.append(host.flops[worker] * alone / condition.flops / there)
-            else:
-                # Each core is as fast as here, and threads share the work without loss.
-                cores = host.demand / (host.workers * condition.threads)
-                speeds.append(cores * here / there)
+            speeds.append(cores / condition.threads * here / there)
     return conditions, speeds
+
+
+def _count_own_cores(host: PlannedHost, profile: ModelProfile) -> list[float]:
+    """Count the cores of this machine that would compute as much as each worker of a host.
+
+    Without measured products each core there is as fast as here. So it is on this machine itself.
+    """
+    if not host.flops or host.machine == profile.machine or not profile.core_flops:
+        return [host.demand / host.workers] * host.workers
+    # The products were measured while the workers of the host shared its cores.
+    sharing = max(1.0, host.demand / host.cores)
+    return [flops * sharing / profile.core_flops for flops in host.flops]
 
 
 def _scale_times(times: StepTimes, speed: float) -> StepTimes:

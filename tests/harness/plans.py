@@ -48,6 +48,7 @@ def make_profile(
     nbytes = 4 * numel * parameters
     return ModelProfile(
         "train.py",
+        "here",
         cores,
         BATCH,
         gradients,

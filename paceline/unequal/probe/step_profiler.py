@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from paceline.cluster.machine import count_cores
+from paceline.cluster.machine import count_cores, identify_boot
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
 from paceline.loop.observers import LoopObservers
@@ -325,7 +325,13 @@ class StepProfiler:
             if key in parameters
         )
         profile = ModelProfile(
-            request.script, count_cores(), self._global_batch, gradients, totals, (condition,)
+            request.script,
+            identify_boot(),
+            count_cores(),
+            self._global_batch,
+            gradients,
+            totals,
+            (condition,),
         )
         request.result_file().write_text(format_profile(profile))
 
