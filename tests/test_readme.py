@@ -45,7 +45,8 @@ def command_lines() -> list[str]:
     mentions = {
         line
         for line in quoted
-        if line.startswith(("paceline run", "paceline lab run")) and ".py" not in line
+        if line.startswith(("paceline run", "paceline lab run", "paceline plan"))
+        and ".py" not in line
     }
     return sorted(
         {line for line in consoles + quoted if line.startswith("paceline ")}
