@@ -96,6 +96,7 @@ def measure_way(
             for name, workers in zip(way["hosts"], way["workers"], strict=True)
         )
     options = ["--sync", way["sync"]] if way["sync"] else []
+    options += ["--cut", way["cut"]] if way["cut"] else []
     options += ["--shares", "auto"] if way["shares_by_speed"] else []
     run_paceline(
         "lab", "run", str(write_cluster(folder, chosen)), *options, str(SCRIPT), *args,
@@ -110,6 +111,7 @@ def measure_way(
 def choose_ways(plan: dict[str, Any]) -> list[dict[str, Any]]:
     """Choose the best way, and up to three others: one worker, all workers, and another kind."""
     wanted = [plan["best"], plan["one_worker"], plan["all_workers"]]
+    wanted += [each for each in plan["candidates"] if each["cut"]][:1]
     wanted += [each for each in plan["candidates"] if each["sync"]]
     chosen: dict[str, dict[str, Any]] = {}
     for each in wanted:

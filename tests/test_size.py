@@ -60,7 +60,7 @@ BUDGET: dict[str, int] = {
     "notebook": 540,
     "observe": 4910,
     "parallel": 8930,
-    "plan": 1150,
+    "plan": 1220,
     "prepare": 2280,
     "record": 4380,
     "replicas": 740,
@@ -69,7 +69,7 @@ BUDGET: dict[str, int] = {
     "state": 870,
     "status": 260,
     "sync": 4000,
-    "unequal": 2150,
+    "unequal": 2160,
     "workers": 400,
 }
 

@@ -100,6 +100,7 @@ class Plan:
             len(best.candidate.cluster.hosts),
             tuple(host.workers for host in best.candidate.cluster.hosts),
             best.candidate.sync,
+            best.candidate.cut,
             best.candidate.shares,
             best.candidate.kind,
             best.step.seconds,
@@ -118,7 +119,11 @@ def list_wished(cluster: PlannedCluster, wishes: Wishes) -> list[Candidate]:
     candidates = list(list_candidates(cluster, lossy=wishes.lossy or bool(pinned)))
     if pinned is None:
         return candidates
-    wanted = [each for each in candidates if each.sync == pinned and each.cluster.workers > 1]
+    wanted = [
+        each
+        for each in candidates
+        if each.sync == pinned and not each.cut and each.cluster.workers > 1
+    ]
     if not wanted:
         names = dict.fromkeys(each.sync or "AllReduce()" for each in candidates)
         raise UsageError(f"--sync {pinned} can't be priced here; there are: {', '.join(names)}")
@@ -151,16 +156,17 @@ def make_plan(
     ]
     if not fitting:
         raise UsageError(_explain_misfit(profile, priced, wishes))
+    best = search.choose_best(fitting)
     return Plan(
         profile,
         cluster,
         tuple(fitting),
-        fitting[0],
+        best,
         next(each for each in priced if each.candidate.cluster.workers == 1),
         _find_together(priced, cluster),
         tuple(
             search.find_turnings(
-                profile, cluster, fitting[0], lossy=wishes.lossy, describe_link=format_link
+                profile, cluster, best, lossy=wishes.lossy, describe_link=format_link
             )
         ),
         correction,
@@ -170,7 +176,7 @@ def make_plan(
 def _find_together(priced: Sequence[PricedCandidate], cluster: PlannedCluster) -> PricedCandidate:
     """Find the fastest exact way with all workers, or the fastest one if none is exact."""
     full = [each for each in priced if each.candidate.cluster.workers == cluster.workers]
-    exact = [each for each in full if not each.candidate.sync]
+    exact = [each for each in full if not each.candidate.sync and not each.candidate.cut]
     return (exact or full)[0]
 
 

@@ -9,7 +9,7 @@ from typing import Final, Literal
 from paceline.plan.exchange_cost import EXACT, INT8, WireCodec
 from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
 
-Kind = Literal["one worker", "data parallel", "int8", "local SGD"]
+Kind = Literal["one worker", "data parallel", "sharded", "int8", "local SGD"]
 ROUND_STEPS: Final = (8, 32)  # steps between two exchanges of local SGD
 LOSSY_KINDS: Final = ("int8", "local SGD")
 
@@ -25,6 +25,7 @@ class Candidate:
         codec: How gradients are written between hosts.
         every: Steps between two exchanges.
         by_speed: Whether shares follow the workers' speeds. If not, they are equal.
+        zero: Stage of ZeRO: 1 divides the state of optimizers, 2 gradients as well. 0: none.
     """
 
     kind: Kind
@@ -33,6 +34,12 @@ class Candidate:
     codec: WireCodec = EXACT
     every: int = 1
     by_speed: bool = False
+    zero: int = 0
+
+    @property
+    def cut(self) -> str:
+        """The cut of the model, as `--cut` takes it. Empty: none."""
+        return f"shard(zero={self.zero})" if self.zero else ""
 
     @property
     def sync(self) -> str:
@@ -52,7 +59,7 @@ class Candidate:
         where = f"{workers} worker{'s' if workers > 1 else ''}"
         if hosts > 1:
             where += f" on {hosts} hosts"
-        how = [self.sync] if self.sync else []
+        how = [words for words in (self.sync, self.cut) if words]
         how += ["shares by speed"] if self.by_speed else []
         return ", ".join([where, *how])
 
@@ -120,6 +127,10 @@ def _vary_strategy(
     for by_speed in (False, True) if _is_unequal(cluster) else (False,):
         base = Candidate("data parallel", cluster, chosen, by_speed=by_speed)
         yield base
+        # Shares by speed and cuts together aren't priced.
+        if not by_speed:
+            for zero in (1, 2):
+                yield replace(base, kind="sharded", zero=zero)
         if lossy:
             if len(cluster.hosts) > 1:
                 yield replace(base, kind="int8", codec=INT8)

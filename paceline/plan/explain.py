@@ -49,7 +49,8 @@ def explain_verdict(
     if best.step.seconds > CLEAR_GAIN * alone.step.seconds:
         return f"{text}: more workers make no clear difference here. {explain_loss(best)}"
     if best is all_workers or not _uses_fewer(best, all_workers):
-        way = f" with {best.candidate.sync}" if best.candidate.sync else ""
+        how = best.candidate.sync or best.candidate.cut
+        way = f" with {how}" if how else ""
         fastest = best.step.seconds / alone.step.seconds
         return (
             f"{text}: they pay."
@@ -130,6 +131,7 @@ def to_fields(priced: PricedCandidate) -> dict[str, Any]:
         "workers": [host.workers for host in candidate.cluster.hosts],
         "threads": [host.threads for host in candidate.cluster.hosts],
         "sync": candidate.sync,
+        "cut": candidate.cut,
         "shares": list(priced.shares),
         "shares_by_speed": candidate.by_speed,
         "seconds_per_step": step.seconds,

@@ -24,6 +24,7 @@ class PlanFile:
         hosts: Number of hosts.
         workers: Workers of each host, in the order of the hosts.
         sync: Strategy as `--sync` takes it. Empty: the script's own.
+        cut: Cut of the model as `--cut` takes it. Empty: the script's own.
         shares: Shares as `--shares` takes them. Empty: the script's own.
         kind: Kind of the chosen way.
         seconds_per_step: Predicted seconds of a step.
@@ -37,6 +38,7 @@ class PlanFile:
     hosts: int
     workers: tuple[int, ...]
     sync: str
+    cut: str
     shares: str
     kind: str
     seconds_per_step: float
@@ -54,6 +56,7 @@ def format_plan(plan: PlanFile) -> str:
         f"hosts = {plan.hosts}",
         f"workers = {list(plan.workers)}",
         f"sync = {json.dumps(plan.sync)}",
+        f"cut = {json.dumps(plan.cut)}",
         f"shares = {json.dumps(plan.shares)}",
         "",
         "[predicted]",
@@ -80,6 +83,7 @@ def parse_plan(text: str, source: str) -> PlanFile:
             int(content["hosts"]),
             tuple(int(each) for each in content["workers"]),
             str(content["sync"]),
+            str(content["cut"]),
             str(content["shares"]),
             str(predicted["kind"]),
             float(predicted["seconds_per_step"]),

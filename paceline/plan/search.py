@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, get_args
 
-from paceline.plan.candidates import Candidate, list_candidates
+from paceline.plan.candidates import Candidate, Kind, list_candidates
 from paceline.plan.model_profile import MeasuredCondition, ModelProfile, StepTimes
 from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
 from paceline.plan.step_cost import (
@@ -21,6 +21,8 @@ from paceline.plan.step_cost import (
 # of predictions in this project's lab.
 MODEL_ERROR: Final = 0.08
 MOST_PROCESSES: Final = 8  # processes that are measured at once
+TIE: Final = 1.05  # seconds / seconds of the fastest, up to which two ways are about as fast
+KINDS: Final = get_args(Kind)  # the simplest first
 CLEAR_GAIN: Final = 0.95  # seconds of the best way / seconds of one worker, to say that it pays
 
 
@@ -83,7 +85,9 @@ def price_candidate(
     ]
     route = choose_exchange(cluster, candidate.codec)
     gradients = lay_out_buckets(profile.gradients)
-    step = simulate_step(cluster, workers, gradients, route, every=candidate.every)
+    step = simulate_step(
+        cluster, workers, gradients, route, every=candidate.every, sharded=candidate.zero > 0
+    )
     step = _correct_exchange(step, correction)
     spread = max(each.spread for each in times)
     # One worker has no exchange that could be predicted wrongly.
@@ -201,9 +205,15 @@ def _correct_exchange(step: SimulatedStep, correction: float) -> SimulatedStep:
 
 def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:
     """Predict the bytes that a worker holds from step to step."""
+    parameters, gradients, optimizer = map(float, profile.state_bytes)
+    count = candidate.cluster.workers
+    if candidate.zero:
+        optimizer /= count
+        # What is sent lies in buckets in either case.
+        gradients /= count if candidate.zero > 1 else 1
     # Several workers have buckets. With local SGD they keep the replica of the last round as well.
-    buckets = 0 if candidate.cluster.workers == 1 else 1 if candidate.every == 1 else 2
-    return float(sum(profile.state_bytes) + buckets * profile.trained_bytes)
+    buckets = 0 if count == 1 else 1 if candidate.every == 1 else 2
+    return parameters + gradients + optimizer + buckets * profile.trained_bytes
 
 
 @dataclass(frozen=True)
@@ -235,7 +245,7 @@ def find_turnings(
 
     def find_best(factor: float) -> PricedCandidate:
         changed = cluster.scale_links(factor)
-        return price_candidates(profile, list_candidates(changed, lossy=lossy))[0]
+        return choose_best(price_candidates(profile, list_candidates(changed, lossy=lossy)))
 
     for factors in ([2**-power for power in range(1, 11)], [2**power for power in range(1, 11)]):
         for factor in factors:
@@ -253,9 +263,24 @@ def is_another_way(one: PricedCandidate, other: PricedCandidate) -> bool:
     def key(priced: PricedCandidate) -> tuple[object, ...]:
         candidate = priced.candidate
         workers = tuple(host.workers for host in candidate.cluster.hosts)
-        return candidate.kind, candidate.host_indices, workers, candidate.sync
+        return candidate.kind, candidate.host_indices, workers, candidate.sync, candidate.cut
 
     return key(one) != key(other)
+
+
+def choose_best(priced: Sequence[PricedCandidate]) -> PricedCandidate:
+    """Choose the simplest of the ways that are about as fast as the fastest.
+
+    Simple means: whole models before cut ones, exact before lossy, equal shares, fewer workers.
+    """
+    fastest = priced[0].step.seconds
+
+    def complexity(each: PricedCandidate) -> tuple[int, bool, int, float]:
+        candidate = each.candidate
+        kind = KINDS.index(candidate.kind)
+        return kind, candidate.by_speed, candidate.cluster.workers, each.step.seconds
+
+    return min((each for each in priced if each.step.seconds <= TIE * fastest), key=complexity)
 
 
 def choose_best_of_kinds(priced: Sequence[PricedCandidate]) -> list[PricedCandidate]:

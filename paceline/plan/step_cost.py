@@ -13,7 +13,7 @@ the processor time of an exchange delays backward (x) by as much.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 from paceline.comm.bucket_layout import BucketShape, cut_runs
@@ -165,6 +165,7 @@ def simulate_step(
     route: ExchangeRoute,
     *,
     every: int = 1,
+    sharded: bool = False,
 ) -> SimulatedStep:
     """Simulate a step.
 
@@ -175,15 +176,25 @@ def simulate_step(
         route: How buckets travel.
         every: Steps between two exchanges: 1 exchanges gradients during backward. With more,
             workers step on their own and exchange their changes then (local SGD).
+        sharded: Whether each worker gets the sum of its part of the gradients, steps that part, and
+            then gathers all parameters (ZeRO 1 and 2).
     """
-    state = _Clock(cluster, workers, gradients, route)
+    if sharded:
+        workers = [_step_part(worker, cluster.workers) for worker in workers]
+    state = _Clock(cluster, workers, gradients, route, sharded=sharded)
     if cluster.workers == 1:
         return state.finish([state.computed[0]], 0.0)
     if every == 1:
         done = state.exchange_during_backward()
-        return state.finish(done, cost.STEP_SECONDS + state.agreement_seconds())
+        fixed = cost.STEP_SECONDS + state.agreement_seconds()
+        return state.finish(done, fixed + (state.gather_seconds() if sharded else 0.0))
     own = state.finish(state.computed, cost.STEP_SECONDS)
     return _add_round(own, state, every)
+
+
+def _step_part(worker: WorkerLoad, count: int) -> WorkerLoad:
+    """Let a worker step its part of the parameters only."""
+    return worker._replace(times=replace(worker.times, optimizer=worker.times.optimizer / count))
 
 
 class _Clock:
@@ -195,8 +206,11 @@ class _Clock:
         workers: Sequence[WorkerLoad],
         gradients: GradientLoad,
         route: ExchangeRoute,
+        *,
+        sharded: bool = False,
     ) -> None:
         self.cluster, self.gradients, self.route = cluster, gradients, route
+        self.sharded = sharded
         self.times = [worker.times for worker in workers]
         self.copy_rates = [worker.copy_rate for worker in workers]
         self.host_of = cluster.host_of_workers()
@@ -252,7 +266,9 @@ class _Clock:
             start = max(free[host], *(ready[worker] for worker in workers))
             if len(workers) > 1 and self.route.by_host:
                 slowest = min(self.copy_rates[worker] for worker in workers)
-                seconds = cost.BUCKET_SECONDS + cost.SUM_TRAFFIC * nbytes / slowest
+                # A worker that keeps only its part of the sum writes less.
+                traffic = 1.0 + 1.0 / len(workers) if self.sharded else cost.SUM_TRAFFIC
+                seconds = cost.BUCKET_SECONDS + traffic * nbytes / slowest
                 self._note(host, f"sum {index}", start, seconds)
                 self._delay_backward(host, workers, seconds)
                 self.within += nbytes * (len(workers) - 1)
@@ -267,7 +283,9 @@ class _Clock:
         hosts = len(self.workers_of)
         if hosts == 1:
             return start
-        sent = self.route.crossing_bytes(nbytes)
+        # The first half of an all-reduce sums, the second one gathers.
+        part = 0.5 if self.sharded else 1.0
+        sent = part * self.route.crossing_bytes(nbytes)
         self.between += sent
         for host, workers in enumerate(self.workers_of):
             # Each host sends and receives its part of all traffic.
@@ -275,7 +293,7 @@ class _Clock:
             processor += self.route.codec.seconds_per_byte * nbytes
             self._delay_backward(host, workers[:1], processor)
         coding = self.route.codec.seconds_per_byte * nbytes
-        seconds = self.route.link_seconds(nbytes) + coding + cost.CROSSING_SECONDS
+        seconds = part * self.route.link_seconds(nbytes) + coding + cost.CROSSING_SECONDS
         self.events.append(Event("link", f"bucket {index}", start, start + seconds))
         return start + seconds
 
@@ -283,7 +301,8 @@ class _Clock:
         """Hand the result out to the workers of each host that don't lead it."""
         for host, workers in enumerate(self.workers_of):
             start = max(free[host], crossed)
-            if len(workers) > 1 and len(self.workers_of) > 1 and self.route.by_host:
+            several = len(workers) > 1 and len(self.workers_of) > 1
+            if several and self.route.by_host and not self.sharded:
                 slowest = min(self.copy_rates[worker] for worker in workers)
                 seconds = cost.BUCKET_SECONDS + cost.HAND_OUT_TRAFFIC * nbytes / slowest
                 self._note(host, f"hand out {index}", start, seconds)
@@ -300,6 +319,18 @@ class _Clock:
         if not self.has_idle_core[host]:
             for worker in workers:
                 self.delay[worker] += seconds
+
+    def gather_seconds(self) -> float:
+        """Seconds in which workers gather all parameters, after each has stepped its part."""
+        seconds, count = 0.0, len(self.times)
+        for bucket in self.gradients.buckets:
+            copied = cost.HAND_OUT_TRAFFIC * bucket.nbytes * (count - 1) / count
+            seconds += cost.BUCKET_SECONDS + copied / min(self.copy_rates)
+            self.within += bucket.nbytes * (count - len(self.workers_of)) / count
+            if len(self.workers_of) > 1:
+                seconds += self.route.link_seconds(bucket.nbytes) / 2 + cost.CROSSING_SECONDS
+                self.between += self.route.crossing_bytes(bucket.nbytes) / 2
+        return seconds
 
     def agreement_seconds(self) -> float:
         """Seconds in which workers of several hosts agree at the end of backward."""

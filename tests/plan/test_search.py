@@ -9,6 +9,7 @@ import pytest
 from paceline.plan.candidates import list_candidates, take_workers
 from paceline.plan.planned_cluster import PlannedCluster, describe_this_host
 from paceline.plan.search import (
+    choose_best,
     find_conditions,
     imitate_host,
     price_candidate,
@@ -19,7 +20,8 @@ from tests.harness.plans import BATCH, make_condition, make_hosts, make_profile
 
 def test_candidates_of_one_host() -> None:
     found = [each.describe() for each in list_candidates(describe_this_host(2, 2), lossy=False)]
-    assert found == ["1 worker", "2 workers"]
+    sharded = ["2 workers, shard(zero=1)", "2 workers, shard(zero=2)"]
+    assert found == ["1 worker", "2 workers", *sharded]
     lossy = [each.describe() for each in list_candidates(describe_this_host(2, 2), lossy=True)]
     assert lossy == [*found, "2 workers, LocalSGD(every=8)", "2 workers, LocalSGD(every=32)"]
 
@@ -49,7 +51,9 @@ def test_only_unequal_workers_get_shares_by_speed() -> None:
 def test_the_fastest_host_is_taken_first() -> None:
     cluster = make_hosts(3, flops=(1e10, 3e10, 2e10))
     chosen = [
-        each.host_indices for each in list_candidates(cluster, lossy=False) if not each.by_speed
+        each.host_indices
+        for each in list_candidates(cluster, lossy=False)
+        if not each.by_speed and not each.zero
     ]
     assert chosen == [(1,), (1, 2), (0, 1, 2)]
 
@@ -94,7 +98,7 @@ def test_two_workers_halve_what_scales() -> None:
     profile = make_profile(
         (make_condition(1, 1, optimizer=0.0, fixed=0.0),), parameters=1, numel=10
     )
-    alone, both = (
+    alone, both, *_ = (
         price_candidate(profile, each)
         for each in list_candidates(make_hosts(2, bytes_per_second=1e12), lossy=False)
     )
@@ -105,10 +109,13 @@ def test_two_workers_halve_what_scales() -> None:
 def test_what_does_not_scale_decides() -> None:
     """A large optimizer step is made by each worker, so two are hardly faster than one."""
     profile = make_profile((make_condition(1, 1, optimizer=1.0),))
-    best = price_candidates(
+    exact = price_candidates(
         profile, list_candidates(make_hosts(2, bytes_per_second=1e9), lossy=False)
     )
-    assert best[0].step.seconds > 0.95 * best[-1].step.seconds
+    whole = [each for each in exact if not each.candidate.cut]
+    assert whole[0].step.seconds > 0.95 * whole[-1].step.seconds
+    # If each worker steps half of the parameters, it does.
+    assert exact[0].candidate.zero and exact[0].step.seconds < 0.6 * whole[-1].step.seconds
 
 
 def test_slower_devices_take_longer() -> None:
@@ -146,9 +153,22 @@ def test_a_correction_changes_the_exchange_alone() -> None:
 
 def test_memory_has_states_buckets_and_activations() -> None:
     profile = make_profile()
-    alone, both = (
+    alone, both, one, two = (
         price_candidate(profile, each) for each in list_candidates(make_hosts(2), lossy=False)
     )
     states, gradients = sum(profile.state_bytes), profile.state_bytes[1]
     assert alone.memory_bytes == states + 1000 * BATCH
     assert both.memory_bytes == states + gradients + 1000 * BATCH / 2
+    assert both.memory_bytes - one.memory_bytes == profile.state_bytes[2] / 2
+    assert one.memory_bytes - two.memory_bytes == gradients / 2
+
+
+def test_the_simplest_of_equally_fast_ways_is_chosen() -> None:
+    profile = make_profile((make_condition(1, 1, optimizer=0.0),), parameters=1, numel=10)
+    cluster = make_hosts(2, bytes_per_second=1e12)
+    priced = price_candidates(profile, list_candidates(cluster, lossy=True))
+    assert choose_best(priced).candidate.kind == "data parallel"
+    # Nothing is gained by a second worker: one is simpler.
+    stuck = make_profile((make_condition(1, 1, each=0.0, fixed=0.1),))
+    priced = price_candidates(stuck, list_candidates(cluster, lossy=False))
+    assert choose_best(priced).candidate.cluster.workers == 1
