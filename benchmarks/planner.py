@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a script finds modules beside it only
 
-from benchmarks.planned.checks import check_folder, read_folder  # noqa: E402
 from benchmarks.planned.scores import Verdict  # noqa: E402
+from benchmarks.planned.tables import check_folder, read_folder  # noqa: E402
 
 SHARED, OWN = Path("/work/shared/published"), ROOT / "benchmarks" / "published"
 LONG_TABLE = 200  # rows

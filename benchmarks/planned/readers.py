@@ -1,10 +1,10 @@
-"""Reads tables of published measurements. What a table doesn't say is said here, with its source."""
+"""Reads tables of published measurements; what a table doesn't say stands here with its source."""
 
 from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +43,34 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "ffn": ("ffn", "ffn_hidden", "ffn_hidden_size", "ffn_dim"),
     "context": ("cp", "context_parallel"),
     "sharding": ("zero_stage", "sharding", "zero"),
+    "model_parallel": ("model_parallel_size", "model_parallel", "mp"),
+    "copy_batch": ("batch_per_dp", "batch_size_per_dp", "samples_per_dp"),
+    "billions": ("params_b", "parameters_b", "size_b"),
 }
-SECONDS = ("iter_time_s", "derived_iter_time_s", "sec_per_it", "seconds_per_iteration", "iteration_s",
-           "seconds", "step_time_s", "iter_s")  # fmt: skip
+# Shapes of known models, for tables that give only a size: hidden, layers, heads. SC21 table 1, and
+# table 3 of Dubey et al. 2024 (Llama 3).
+SHAPES: Mapping[str, tuple[int, int, int]] = {
+    "22B": (6144, 48, 64),
+    "145B": (12288, 80, 96),
+    "175B": (12288, 96, 96),
+    "310B": (16384, 96, 128),
+    "405B": (16384, 126, 128),
+    "530B": (20480, 105, 128),
+    "1T": (25600, 128, 160),
+}
+LLAMA_FFN = {16384: 53248, 8192: 28672, 4096: 14336}  # by hidden size
+SECONDS = (
+    "iter_time_s",
+    "derived_iter_time_s",
+    "sec_per_it",
+    "sec_per_iter",
+    "seconds_per_iteration",
+    "iteration_s",
+    "iteration_time_s",
+    "step_time_s",
+    "iter_s",
+    "seconds",
+)
 TFLOPS = ("tflops_per_gpu", "tflops", "achieved_tflops_per_gpu", "model_tflops_per_gpu")
 SAMPLES = ("samples_per_s", "throughput_samples_per_s")
 TOKENS = ("tokens_per_s", "throughput_tokens_per_s")
@@ -75,10 +100,10 @@ def read_vtrain(path: Path) -> list[MeasuredLayout]:
     """Read a table of vTrain.
 
     VIA-Research/vTrain@f8dda84: a vocabulary of 50257, of which each device has a part that is
-    rounded down, and logits have a matrix of their own (src/predictor.py); one node is a p4d with 8 A100 of 40 GB, several nodes are
-    A100 of 80 GB with 800 Gbit/s each. Configurations of several nodes compute activations again.
-    Those of one node say so too, but times with and without a pipeline of several stages show no
-    layer that is computed again, so none is.
+    rounded down, and a matrix of its own for the logits (src/predictor.py); one node is a p4d with
+    8 A100 of 40 GB, several nodes are A100 of 80 GB with 800 Gbit/s each. Configurations say that
+    activations are computed again. Times of one node show nothing of it: those of one stage and of
+    several fit one formula to the microsecond, with the same time of a layer.
     """
     measured = []
     for row in read_rows(path):
@@ -128,38 +153,60 @@ def _read_layout(name: str, row: Row) -> MeasuredLayout:
     numbers = {key: find_number(row, names) for key, names in NAMES.items()}
     if (numbers["context"] or 1) > 1:
         raise ValueError("context parallelism isn't predicted")
-    tensor, pipeline = int(numbers["tensor"] or 1), int(numbers["pipeline"] or 1)
+    together = int(numbers["model_parallel"] or 1)
+    tensor = int(numbers["tensor"] or min(together, 8))
+    pipeline = int(numbers["pipeline"] or max(1, together // tensor))
     cluster = find_cluster(text, numbers, tensor * pipeline * int(numbers["data"] or 1))
     devices = int(numbers["devices"] or (numbers["nodes"] or 0) * cluster.devices_per_host)
     data = int(numbers["data"] or devices / (tensor * pipeline))
-    model = _read_model(row, numbers, text)
+    if numbers["copy_batch"] and not numbers["global_batch"]:
+        numbers["global_batch"] = numbers["copy_batch"] * data
+    model = _read_model(numbers, text)
     layout = _make_layout(row, numbers, model, (tensor, pipeline, data), text)
     cluster = find_cluster(text, numbers, layout.devices)
     check_layout(model, layout)
     traits = find_traits(name, text)
-    seconds = None if OUT_OF_MEMORY.search(text) else _find_seconds(row, model, layout)
+    seconds = None if OUT_OF_MEMORY.search(text) else _find_seconds(row, model, layout, cluster)
     label = row.get("model") or row.get("params_b") or name
     who = row.get("system") or row.get("framework") or row.get("scheme") or ""
     group = (label, who, str(model.global_batch), str(layout.devices))
     return MeasuredLayout(f"{label} {who}".strip(), model, layout, cluster, traits, seconds, group)
 
 
-def _read_model(row: Row, numbers: Mapping[str, float | None], text: str) -> Transformer:
-    needed = {key: numbers[key] for key in ("hidden", "layers", "heads", "global_batch")}
-    if missing := [key for key, value in needed.items() if not value]:
-        raise ValueError(f"no {', '.join(missing)}")
+def _read_model(numbers: Mapping[str, float | None], text: str) -> Transformer:
+    """Read the transformer of a row. Raises `ValueError` if too little of it is known."""
+    shape = (numbers["hidden"], numbers["layers"], numbers["heads"])
+    if not all(shape):
+        shape = _find_shape(numbers["billions"], text)
+    if not numbers["global_batch"]:
+        raise ValueError("no batch")
     llama = "llama" in text.lower()
     modern = llama or "flash" in text.lower() or "megascale" in text.lower()
+    hidden, layers, heads = (int(value or 0) for value in shape)
     return Transformer(
-        **{key: int(value or 0) for key, value in needed.items()},
+        hidden,
+        layers,
+        heads,
         sequence=int(numbers["sequence"] or 2048),
         vocabulary=int(numbers["vocabulary"] or (128256 if llama else 51200)),
-        ffn=int(numbers["ffn"] or 0),
+        global_batch=int(numbers["global_batch"]),
+        ffn=int(numbers["ffn"] or (LLAMA_FFN.get(hidden, 0) if llama else 0)),
         kv_heads=int(numbers["kv_heads"] or (8 if llama else 0)),
         gated=llama,
         tied=not llama,
         attention="flash" if modern else "standard",
     )
+
+
+def _find_shape(billions: float | None, text: str) -> tuple[int, int, int]:
+    """Find the shape of a model by its size, or by its name."""
+    for name, shape in SHAPES.items():
+        size = float(name[:-1]) * {"B": 1, "T": 1000}[name[-1]]
+        if billions and abs(billions / size - 1) < 0.01:
+            return shape
+        if not billions and re.search(rf"\b{name}\b", text, re.IGNORECASE):
+            return shape
+    raise ValueError("neither layers, hidden and heads nor the size of a known model")
 
 
 def _make_layout(
@@ -171,6 +218,9 @@ def _make_layout(
 ) -> ParallelLayout:
     tensor, pipeline, data = sizes
     chunks = int(numbers["chunks"] or 1) if pipeline > 1 else 1
+    if pipeline > 1 and not numbers["chunks"] and "llama" in text.lower():
+        # Llama 3 interleaves, with one layer less in the first and in the last stage (3.3.2).
+        chunks = (model.layers + 2) // pipeline
     micro_batch = int(numbers["micro_batch"] or 1)
     recompute: Any = row.get("recompute") or row.get("activation_recompute") or ""
     if recompute not in ("none", "selective", "full"):
@@ -178,6 +228,7 @@ def _make_layout(
         recompute = "none" if model.attention == "flash" else "full"
     parallel = find_number(row, ("sequence_parallel",))
     sharding = numbers["sharding"]
+    # Recent frameworks shard the optimizer's state.
     scheme = (row.get("scheme") or row.get("method") or row.get("system") or "").lower()
     if sharding is None and "zero" in scheme:
         found = re.search(r"zero-?\s*(\d)", scheme)
@@ -191,7 +242,7 @@ def _make_layout(
         chunks,
         recompute,
         (bool(parallel) if parallel is not None else model.attention == "flash") and tensor > 1,
-        int(sharding or 0) if data > 1 else 0,
+        int(sharding if sharding is not None else model.attention == "flash") if data > 1 else 0,
     )
 
 
@@ -220,7 +271,9 @@ def find_traits(name: str, text: str) -> FrameworkTraits:
     return MEGATRON_2023
 
 
-def _find_seconds(row: Row, model: Transformer, layout: ParallelLayout) -> float:
+def _find_seconds(
+    row: Row, model: Transformer, layout: ParallelLayout, cluster: DeviceCluster
+) -> float:
     """Find the time of a step: seconds, or what a throughput means. Raises `ValueError`."""
     if seconds := find_number(row, SECONDS):
         return seconds
@@ -234,9 +287,7 @@ def _find_seconds(row: Row, model: Transformer, layout: ParallelLayout) -> float
         # Counted with the recomputation (Narayanan et al. 2021, appendix).
         again = 4 / 3 if layout.recompute == "full" else 1.0
         return model.count_model_flops() * again / (layout.devices * tflops * 1e12)
+    if share := find_number(row, ("mfu_pct", "mfu")):
+        share = share / 100 if share > 1 else share
+        return model.count_model_flops() / (layout.devices * share * cluster.device.peak_flops)
     raise ValueError("no time")
-
-
-def iterate_tables(folder: Path, pattern: str) -> Iterator[Path]:
-    """Yield the tables of a folder whose names match, in order."""
-    yield from sorted(folder.glob(pattern))

@@ -1,4 +1,4 @@
-"""How well predictions match measurements: errors, order, choices; and what a trivial planner does."""
+"""How well predictions match measurements: errors, order, choices; and a trivial planner."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks.planned.rows import MeasuredLayout
-from paceline.plan.layouts import ScoredLayout
 
 GOOD_CHOICE = 1.05  # times the best of the group
 
@@ -32,10 +31,10 @@ class Verdict(NamedTuple):
     what: str
     rows: int
     ours: str
-    trivial: str
-    rival: str
-    bar: str
-    passed: bool | None
+    trivial: str = ""
+    rival: str = ""
+    bar: str = ""
+    passed: bool | None = None
 
 
 def mean_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
@@ -64,7 +63,7 @@ def kendall_tau(predicted: Sequence[float], measured: Sequence[float]) -> float:
 
 
 def group_rows(rows: Sequence[MeasuredLayout]) -> list[list[int]]:
-    """Group the indices of rows that are choices for one task. Tasks with one choice are left out."""
+    """Group the indices of rows that are choices for one task, if there are two or more."""
     groups = defaultdict(list)
     for index, row in enumerate(rows):
         groups[row.group].append(index)
@@ -92,7 +91,11 @@ def rate_order(
     )
 
 
-def rate_memory(rows: Sequence[MeasuredLayout], scored: Sequence[ScoredLayout]) -> tuple[int, int]:
-    """Count the rows that ran out of memory, and those among them that don't fit as predicted."""
-    lost = [one for row, one in zip(rows, scored, strict=True) if row.seconds is None]
-    return len(lost), sum(not one.fits for one in lost)
+def chance_of_good_choice(groups: Sequence[Sequence[int]], measured: Sequence[float]) -> float:
+    """Share of good choices of one who chooses by chance."""
+    shares = []
+    for indices in groups:
+        best = min(measured[index] for index in indices)
+        good = sum(measured[index] <= GOOD_CHOICE * best for index in indices)
+        shares.append(good / len(indices))
+    return statistics.mean(shares)

@@ -1,14 +1,14 @@
 """What a device achieves: seconds of a matrix product, of other kernels, and of messages.
 
-        product of 300 x 500, on 4 processors of which each makes 128 x 256 values at once
+product of 300 x 500, on 4 processors of which each makes 128 x 256 values at once
 
-        +-----------+-----------+        3 x 2 tiles on 4 processors: 2 waves, the second one is
-        |     1     |     2     |        half empty, and the tiles at the edges are not full
-        +-----------+-----------+
-        |     3     |     4     |
-        +-----------+-----------+
-        |     5     |     6     |
-        +-----------+-----------+
++-----------+-----------+        3 x 2 tiles on 4 processors: 2 waves, the second one is
+|     1     |     2     |        half empty, and the tiles at the edges are not full
++-----------+-----------+
+|     3     |     4     |
++-----------+-----------+
+|     5     |     6     |
++-----------+-----------+
 """
 
 from __future__ import annotations
@@ -197,30 +197,28 @@ KERNEL_SECONDS, FLASH_SHARE = 4e-6, 0.55
 
 def _make_preset(
     name: str,
-    tflops: float,
-    best_tflops: float,
+    tflops: tuple[float, float],
     processors: int,
-    memory_gib: float,
-    bandwidth: float,
+    memory: tuple[float, float],
     within_gbyte: float,
 ) -> Accelerator:
     """Make a preset of nominal figures, and of the best product and all-reduce that were measured.
 
     Args:
         name: Name of the preset.
-        tflops: Peak of half precision without sparsity.
-        best_tflops: Speed of the best product.
+        tflops: Peak of half precision without sparsity, and the speed of the best product.
         processors: Multiprocessors.
-        memory_gib: Memory.
-        bandwidth: Nominal bytes per second of the memory.
+        memory: GiB of memory, and its nominal bytes per second.
         within_gbyte: Bus bandwidth of large all-reduces inside of a host, in GB/s.
     """
+    peak, best = tflops
+    gib, bandwidth = memory
     return Accelerator(
         name,
-        tflops * 1e12,
-        best_tflops / tflops,
+        peak * 1e12,
+        best / peak,
         processors,
-        memory_gib * 2**30,
+        gib * 2**30,
         MEMORY_SHARE * bandwidth,
         LAUNCH_SECONDS,
         LAUNCH_SHARPNESS,
@@ -240,15 +238,15 @@ def _make_preset(
 ACCELERATORS: Mapping[str, Accelerator] = {
     preset.name: preset
     for preset in (
-        _make_preset("a100-40gb", 312, 271.2, 108, 40, 1.555e12, 230),
-        _make_preset("a100-80gb", 312, 271.2, 108, 80, 2.039e12, 230),
-        _make_preset("h100-sxm", 989, 794.5, 132, 80, 3.35e12, 365),
-        _make_preset("h200-sxm", 989, 794.5, 132, 141, 4.8e12, 473),
-        _make_preset("b200-sxm", 2250, 1745, 148, 180, 8e12, 838),
-        _make_preset("mi300x", 1300, 668.4, 304, 192, 5.3e12, 300),
-        _make_preset("v100-32gb", 125, 100, 80, 32, 0.9e12, 124),
-        _make_preset("p40", 11.8, 9.4, 30, 24, 0.346e12, 10),
-        _make_preset("cpu", 1.0, 0.7, 1, 64, 80e9, 8),
+        _make_preset("a100-40gb", (312, 271.2), 108, (40, 1.555e12), 230),
+        _make_preset("a100-80gb", (312, 271.2), 108, (80, 2.039e12), 230),
+        _make_preset("h100-sxm", (989, 794.5), 132, (80, 3.35e12), 365),
+        _make_preset("h200-sxm", (989, 794.5), 132, (141, 4.8e12), 473),
+        _make_preset("b200-sxm", (2250, 1745), 148, (180, 8e12), 838),
+        _make_preset("mi300x", (1300, 668.4), 304, (192, 5.3e12), 300),
+        _make_preset("v100-32gb", (125, 100), 80, (32, 0.9e12), 124),
+        _make_preset("p40", (11.8, 9.4), 30, (24, 0.346e12), 10),
+        _make_preset("cpu", (1.0, 0.7), 1, (64, 80e9), 8),
     )
 }
 
@@ -264,11 +262,11 @@ def read_device_cluster(path: str | Path) -> DeviceCluster:
     """Read a cluster of devices from the table `[cluster]` of a TOML file.
 
         [cluster]
-        device = "a100-80gb"          # a preset: a100-40gb, a100-80gb, h100-sxm, v100-32gb, cpu, ...
+        device = "a100-80gb"          # a preset: a100-40gb, h100-sxm, v100-32gb, cpu, ...
         devices_per_host = 8
         hosts = 4
         between_gbit = 1600           # of each host's network; needed for more than one host
-        between_us = 10               # latency of that network; may be left out, as all that follows
+        between_us = 10               # its latency; may be left out, and so may all that follows
         within_gbyte = 230            # bus bandwidth of an all-reduce inside of a host, per second
         memory_gib = 80               # of a device
         peak_tflops = 312             # of a device

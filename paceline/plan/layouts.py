@@ -1,7 +1,7 @@
 """All layouts of a transformer on a cluster, each with its price and its memory, best first.
 
-    >>> best = plan_transformer(model, cluster)[0]
-    >>> best.layout.describe(), best.seconds, best.fits
+>>> best = plan_transformer(model, cluster)[0]
+>>> best.layout.describe(), best.seconds, best.fits
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ from paceline.errors import UsageError
 from paceline.plan.device import DeviceCluster
 from paceline.plan.parallel_layout import ParallelLayout, Recompute, explain_impossible
 from paceline.plan.transformer import Transformer
-from paceline.plan.transformer_cost import FrameworkTraits, StepCost, price_layout
+from paceline.plan.transformer_cost import (
+    DEFAULT_TRAITS,
+    FrameworkTraits,
+    StepCost,
+    price_layout,
+)
 from paceline.plan.transformer_memory import DeviceMemory, count_device_memory, fits_cluster
 
 # Schedules that are tried, with their stages on each worker.
@@ -126,7 +131,7 @@ def score_layout(
     model: Transformer,
     cluster: DeviceCluster,
     layout: ParallelLayout,
-    traits: FrameworkTraits = FrameworkTraits(),
+    traits: FrameworkTraits = DEFAULT_TRAITS,
     *,
     exact: bool = True,
 ) -> ScoredLayout:
@@ -141,7 +146,7 @@ def score_layout(
 def plan_transformer(
     model: Transformer,
     cluster: DeviceCluster,
-    traits: FrameworkTraits = FrameworkTraits(),
+    traits: FrameworkTraits = DEFAULT_TRAITS,
     *,
     keep: Keep | None = None,
 ) -> tuple[ScoredLayout, ...]:

@@ -141,3 +141,11 @@ def deal_layers(layers: int, layout: ParallelLayout) -> tuple[int, ...]:
     small, more = divmod(layers, stages)
     first = (stages - more) // 2
     return tuple(small + (first <= stage < first + more) for stage in range(stages))
+
+
+def list_rank_stages(layout: ParallelLayout, rank: int) -> list[int]:
+    """List the stages that a rank along the pipeline holds: in turn, or in a V under "zbv"."""
+    p = layout.pipeline
+    if layout.schedule == "zbv" and p > 1:
+        return [rank, 2 * p - 1 - rank]
+    return list(range(rank, p * layout.chunks, p))

@@ -1,7 +1,7 @@
 """Seconds of a pipeline's schedule, many times a second: the schedule is compiled once.
 
-The result is that of `simulate_schedule` for ranks of equal speed. The order of all actions is found
-once for each schedule and size. After that a price is one pass over a list of numbers.
+The result is that of `simulate_schedule` for ranks of equal speed. The order of all actions is
+found once for each schedule and size. After that a price is one pass over a list of numbers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class _CompiledSchedule:
 def _compile_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> _CompiledSchedule:
     """Compile a schedule into numbers, in an order in which nothing waits for a later step."""
     # Schedules with a fixed number of stages know it themselves.
-    schedule = make_schedule(name, ranks, micro_batches, None if name in FIXED_SCHEDULES else chunks)
+    schedule = make_schedule(
+        name, ranks, micro_batches, None if name in FIXED_SCHEDULES else chunks
+    )
     placed, last = schedule.placed, schedule.stages - 1
     lanes: dict[tuple[int, int], int] = {}
     steps: list[tuple[int, int, int, int, int]] = []
@@ -113,9 +115,7 @@ def time_pipeline(
     return seconds, max(0.0, 1 - busy / (ranks * seconds))
 
 
-def count_kept_stages(
-    name: str, ranks: int, micro_batches: int, chunks: int, rank: int
-) -> int:
+def count_kept_stages(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> int:
     """Count the activations of one stage that a rank keeps at once, at most.
 
     The same as `count_kept` counts, without going through the schedule.
@@ -148,8 +148,6 @@ def _run_schedule(schedule: _CompiledSchedule, times: StageSeconds) -> float:
         end = clock[rank] = start + seconds[kind][stage]
         if lane >= 0:
             # Messages of a lane leave one after another.
-            if free[lane] > end:
-                end = free[lane]
-            end = free[lane] = end + transfer
+            end = free[lane] = max(end, free[lane]) + transfer
         add(end)
     return max(clock)

@@ -12,26 +12,20 @@ gradients that didn't fit beside the last backward; then of the optimizer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from paceline.plan.device import Accelerator, DeviceCluster
-from paceline.plan.parallel_layout import ParallelLayout, Recompute, check_layout, deal_layers
-from paceline.plan.stage_pipeline import StageSeconds, time_pipeline
-from paceline.plan.transformer import (
-    HALF,
-    Matmul,
-    Transformer,
-    count_hidden_bytes,
-    list_attention_matmuls,
-    list_layer_matmuls,
-    make_head_matmul,
+from paceline.plan.device import DeviceCluster
+from paceline.plan.layer_time import LayerSeconds, time_edges, time_layer
+from paceline.plan.parallel_layout import (
+    ParallelLayout,
+    check_layout,
+    deal_layers,
+    list_rank_stages,
 )
-from paceline.plan.transformer_memory import StateBytes, count_stage_parameters
-
-# Kernels of a layer besides its products (norms, activation, dropouts with sums, copies, biases),
-# forward and backward, and those of the embedding and of the loss.
-FORWARD_KERNELS, BACKWARD_KERNELS, EDGE_KERNELS = 11, 24, 10
+from paceline.plan.stage_pipeline import StageSeconds, time_pipeline
+from paceline.plan.transformer import Transformer, count_hidden_bytes
+from paceline.plan.transformer_memory import MIXED_PRECISION, StateBytes, count_stage_parameters
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class FrameworkTraits:
         loss_bytes: Bytes read and written for each logit by the loss. Default: 24.
     """
 
-    states: StateBytes = field(default_factory=StateBytes)
+    states: StateBytes = MIXED_PRECISION
     overlap: float = 0.9
     overlap_tensor: float = 0.0
     overlap_sends: bool = True
@@ -63,21 +57,7 @@ class FrameworkTraits:
     loss_bytes: float = 24.0
 
 
-@dataclass(frozen=True)
-class LayerSeconds:
-    """Seconds of one micro-batch in one layer on one device, without messages.
-
-    Attributes:
-        forward: Of the forward.
-        inputs: Of the backward's half for inputs, with what is computed again.
-        weights: Of its half for weights.
-        again: The part of `inputs` that computes again.
-    """
-
-    forward: float
-    inputs: float
-    weights: float
-    again: float
+DEFAULT_TRAITS = FrameworkTraits()
 
 
 @dataclass(frozen=True)
@@ -110,178 +90,18 @@ class StepCost:
     bubble_share: float
 
 
-@lru_cache(maxsize=50_000)
-def time_layer(
-    model: Transformer,
-    device: Accelerator,
-    tensor: int,
-    micro_batch: int,
-    sequence_parallel: bool,
-    recompute: Recompute,
-    accumulation_bytes: float = 6.0,
-) -> LayerSeconds:
-    """Time one layer on one of `tensor` devices.
-
-    Args:
-        model: The transformer.
-        device: The device.
-        tensor: Workers along `tensor`.
-        micro_batch: Samples of the micro-batch.
-        sequence_parallel: Whether norms and dropouts are divided along the sequence.
-        recompute: What the backward computes again.
-        accumulation_bytes: As in `FrameworkTraits`.
-    """
-    products = list_layer_matmuls(model, tensor, micro_batch)
-    linear = [*products[:1], *products[3:]]
-    memory = _count_layer_traffic(model, tensor, micro_batch, sequence_parallel)
-    added = accumulation_bytes * model.layer_parameters / tensor
-    scores = _time_scores(model, device, micro_batch * model.heads // tensor)
-    forward = _time_phase(
-        device,
-        sum(map(device.time_matmul, linear)) + scores.forward,
-        memory.forward,
-        len(linear) + scores.kernels + FORWARD_KERNELS,
-    )
-    inputs = _time_phase(
-        device,
-        sum(device.time_matmul(Matmul(one.rows, one.inner, one.columns)) for one in linear)
-        + scores.backward,
-        memory.inputs,
-        len(linear) + 2 * scores.kernels + BACKWARD_KERNELS - len(linear),
-    )
-    weights = _time_phase(
-        device,
-        sum(device.time_matmul(Matmul(one.inner, one.columns, one.rows)) for one in linear),
-        memory.weights + added,
-        2 * len(linear),
-    )
-    again = {"none": 0.0, "selective": scores.forward, "full": forward}[recompute]
-    if model.attention == "flash" and recompute == "selective":
-        again = 0.0
-    return LayerSeconds(forward, inputs + again, weights, again)
-
-
-def _time_phase(device: Accelerator, products: float, nbytes: float, kernels: int) -> float:
-    """Time kernels that the host launches one after another: no faster than it can launch."""
-    busy = products + device.time_memory(nbytes, kernels)
-    launch = kernels * device.launch_seconds
-    # Some kernels are small even where most are large, so it isn't quite the larger of the two.
-    sharp = device.launch_sharpness
-    return float((busy**sharp + launch**sharp) ** (1 / sharp))
-
-
-@dataclass(frozen=True)
-class _Traffic:
-    """Bytes that kernels other than products read and write in one layer."""
-
-    forward: float
-    inputs: float
-    weights: float
-
-
-def _count_layer_traffic(
-    model: Transformer, tensor: int, micro_batch: int, sequence_parallel: bool
-) -> _Traffic:
-    """Count passes of each kernel over its tensors: 2 bytes a value, 1 byte for a mask.
-
-        forward     norm: 2, twice        dropout and sum: 3.5, twice          activation: 2 or 3
-        backward    norm: 4, twice        dropout: 2.5, sum: 3, twice each     activation: 3 or 5
-    """
-    whole = count_hidden_bytes(model, micro_batch)
-    outside = whole / (tensor if sequence_parallel else 1)
-    inside = whole / tensor
-    wide = inside * model.ffn / model.hidden
-    projected = inside * (1 + 2 * model.kv_width / model.hidden)
-    return _Traffic(
-        forward=11 * outside + 2 * inside + (3 if model.gated else 2) * wide,
-        inputs=19 * outside + 2 * projected + (5 if model.gated else 3) * wide,
-        # Sums of the gradients of biases.
-        weights=2 * outside + projected + wide,
-    )
-
-
-@dataclass(frozen=True)
-class _ScoreSeconds:
-    forward: float
-    backward: float
-    kernels: int
-
-
-def _time_scores(model: Transformer, device: Accelerator, heads: int) -> _ScoreSeconds:
-    """Time the attention between queries, keys and values, for `heads` heads of one micro-batch."""
-    s = model.sequence
-    first, second = list_attention_matmuls(model, heads, s)
-    if model.attention == "flash":
-        # Half of the scores are of future tokens, and are left out. The backward has five products.
-        speed = device.peak_flops * device.achievable * device.flash_share
-        seconds = (first.flops + second.flops) / 2 / speed + device.kernel_seconds
-        return _ScoreSeconds(seconds, 2.5 * seconds, 1)
-    scores = HALF * heads * s * s
-    # Softmax and dropout read and write the scores; dropout writes a mask as well.
-    forward = device.time_matmul(first) + device.time_matmul(second)
-    backward = 0.0
-    for one in (first, second):
-        backward += device.time_matmul(Matmul(one.rows, one.inner, one.columns, one.batch))
-        backward += device.time_matmul(Matmul(one.inner, one.columns, one.rows, one.batch))
-    return _ScoreSeconds(
-        forward + device.time_memory(4.5 * scores, 2),
-        backward + device.time_memory(5.5 * scores, 2),
-        4,
-    )
-
-
-def _time_edges(
-    model: Transformer, device: Accelerator, layout: ParallelLayout, loss_bytes: float
-) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
-    """Time the embedding, and the logits with the loss: forward, inputs, weights of each."""
-    t, b = layout.tensor, layout.micro_batch
-    hidden = count_hidden_bytes(model, b)
-    # Gradients of a vocabulary are as large as it is: they are zeroed, written and summed.
-    table = HALF * model.vocabulary / t * model.hidden
-    first = (
-        _time_phase(device, 0.0, 6 * hidden, EDGE_KERNELS),
-        0.0,
-        _time_phase(device, 0.0, 3 * hidden + 4 * table, EDGE_KERNELS),
-    )
-    product = make_head_matmul(model, t, b)
-    logits = product.rows * product.columns * loss_bytes
-    last = (
-        _time_phase(device, device.time_matmul(product), 0.6 * logits, EDGE_KERNELS),
-        _time_phase(
-            device,
-            device.time_matmul(Matmul(product.rows, product.inner, product.columns)),
-            0.4 * logits,
-            EDGE_KERNELS,
-        ),
-        _time_phase(
-            device,
-            device.time_matmul(Matmul(product.inner, product.columns, product.rows)),
-            3 * table,
-            EDGE_KERNELS,
-        ),
-    )
-    return first, last
-
-
 def time_stages(
     model: Transformer,
     cluster: DeviceCluster,
     layout: ParallelLayout,
-    traits: FrameworkTraits = FrameworkTraits(),
+    traits: FrameworkTraits = DEFAULT_TRAITS,
 ) -> StageSeconds:
     """Time one micro-batch in each stage of a layout, with all-reduces along `tensor`."""
-    layer = time_layer(
-        model,
-        cluster.device,
-        layout.tensor,
-        layout.micro_batch,
-        layout.sequence_parallel,
-        layout.recompute,
-        traits.accumulation_bytes,
-    )
+    layer = _time_layout_layer(model, cluster, layout, traits)
     forward_sums, backward_sums = _time_layer_sums(model, cluster, layout, traits)
-    first, last = _time_edges(model, cluster.device, layout, traits.loss_bytes)
-    dealt = deal_layers(model.layers, layout)
+    first, last = time_edges(
+        model, cluster.device, layout.tensor, layout.micro_batch, traits.loss_bytes
+    )
     transfer = 0.0
     if layout.pipeline > 1:
         nbytes = count_hidden_bytes(model, layout.micro_batch)
@@ -289,19 +109,33 @@ def time_stages(
         transfer += traits.message_seconds
     # A device that sends before it computes on is busy for that time.
     sending = 0.0 if traits.overlap_sends else transfer
-    rows = []
-    for index, seconds in enumerate(
-        (layer.forward + forward_sums, layer.inputs + backward_sums, layer.weights)
-    ):
-        row = [count * seconds for count in dealt]
-        row[0] += first[index]
-        row[-1] += last[index]
-        if index == 0:
-            row[:-1] = [value + sending for value in row[:-1]]
-        elif index == 1:
-            row[1:] = [value + sending for value in row[1:]]
-        rows.append(tuple(row))
-    return StageSeconds(*rows, transfer - sending)
+    dealt = deal_layers(model.layers, layout)
+    forwards = [count * (layer.forward_seconds + forward_sums) + sending for count in dealt]
+    inputs = [count * (layer.input_seconds + backward_sums) + sending for count in dealt]
+    weights = [count * layer.weight_seconds for count in dealt]
+    # The last stage sends nothing forward, and the first one nothing back.
+    forwards[-1] += last.forward_seconds - sending
+    inputs[0] += first.input_seconds - sending
+    forwards[0] += first.forward_seconds
+    inputs[-1] += last.input_seconds
+    weights[0] += first.weight_seconds
+    weights[-1] += last.weight_seconds
+    return StageSeconds(tuple(forwards), tuple(inputs), tuple(weights), transfer - sending)
+
+
+def _time_layout_layer(
+    model: Transformer, cluster: DeviceCluster, layout: ParallelLayout, traits: FrameworkTraits
+) -> LayerSeconds:
+    """Time one layer of a layout."""
+    return time_layer(
+        model,
+        cluster.device,
+        layout.tensor,
+        layout.micro_batch,
+        sequence_parallel=layout.sequence_parallel,
+        recompute=layout.recompute,
+        accumulation_bytes=traits.accumulation_bytes,
+    )
 
 
 def _time_layer_sums(
@@ -311,9 +145,7 @@ def _time_layer_sums(
 
     With sequence parallelism each is a reduce-scatter and an all-gather, which take as long.
     """
-    one = cluster.time_all_reduce(
-        count_hidden_bytes(model, layout.micro_batch), layout.tensor, 1
-    )
+    one = cluster.time_all_reduce(count_hidden_bytes(model, layout.micro_batch), layout.tensor, 1)
     exposed = 2.0 if layout.sequence_parallel else 2 * (1 - traits.overlap_tensor)
     return 2 * one, (exposed + (2 if layout.recompute == "full" else 0)) * one
 
@@ -322,7 +154,7 @@ def price_layout(
     model: Transformer,
     cluster: DeviceCluster,
     layout: ParallelLayout,
-    traits: FrameworkTraits = FrameworkTraits(),
+    traits: FrameworkTraits = DEFAULT_TRAITS,
     *,
     exact: bool = True,
 ) -> StepCost:
@@ -353,20 +185,14 @@ def price_layout(
     ]
     busiest = max(range(p), key=lambda rank: _sum_rank(work, layout, rank))
     busy = n * _sum_rank(work, layout, busiest)
-    layers = _sum_rank([float(x) for x in deal_layers(model.layers, layout)], layout, busiest)
+    layers = _sum_rank(deal_layers(model.layers, layout), layout, busiest)
     sums = n * layers * sum(_time_layer_sums(model, cluster, layout, traits))
-    again = n * layers * time_layer(
-        model,
-        cluster.device,
-        layout.tensor,
-        layout.micro_batch,
-        layout.sequence_parallel,
-        layout.recompute,
-        traits.accumulation_bytes,
-    ).again
+    again = n * layers * _time_layout_layer(model, cluster, layout, traits).again_seconds
     # The rank with the most parameters has the longest sum of gradients and optimizer.
     held = max(count_stage_parameters(model, layout, rank) for rank in {0, p - 1})
-    gradients, sent = _price_gradients(cluster, layout, traits, held, n, busy / n)
+    gradients, sent = _price_gradients(
+        cluster, layout, traits, held, micro_batches=n, last_seconds=busy / n
+    )
     if model.tied and p > 1:
         # The first and the last rank sum the gradients of the matrix that both have.
         table = traits.states.gradients * model.head_parameters / layout.tensor
@@ -388,11 +214,9 @@ def price_layout(
     )
 
 
-def _sum_rank(values: list[float], layout: ParallelLayout, rank: int) -> float:
+def _sum_rank(values: Sequence[float], layout: ParallelLayout, rank: int) -> float:
     """Sum the values of the stages that a rank along the pipeline holds."""
-    if layout.schedule == "zbv" and layout.pipeline > 1:
-        return values[rank] + values[-1 - rank]
-    return sum(values[rank :: layout.pipeline])
+    return sum(values[stage] for stage in list_rank_stages(layout, rank))
 
 
 def _price_gradients(
@@ -400,6 +224,7 @@ def _price_gradients(
     layout: ParallelLayout,
     traits: FrameworkTraits,
     held: float,
+    *,
     micro_batches: int,
     last_seconds: float,
 ) -> tuple[float, tuple[float, float]]:

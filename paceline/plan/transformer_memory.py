@@ -1,4 +1,4 @@
-"""Bytes on each device for a transformer's layout: states, activations, buffers; and whether it fits.
+"""Bytes on a device for a transformer's layout: states, activations, buffers; and whether it fits.
 
 Letters are those of `transformer.py`; formulas are those of Korthikanti et al. 2022, "Reducing
 Activation Recomputation in Large Transformer Models", and of Rajbhandari et al. 2020, "ZeRO".
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.plan.device import DeviceCluster
-from paceline.plan.parallel_layout import ParallelLayout, deal_layers
+from paceline.plan.parallel_layout import ParallelLayout, deal_layers, list_rank_stages
 from paceline.plan.stage_pipeline import count_kept_stages
 from paceline.plan.transformer import HALF, Transformer, count_hidden_bytes
 
@@ -33,6 +33,9 @@ class StateBytes:
     optimizer: int = 12
 
 
+MIXED_PRECISION = StateBytes()
+
+
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes on the device that needs the most.
@@ -53,9 +56,7 @@ class DeviceMemory:
 
     @property
     def total(self) -> float:
-        return (
-            self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
-        )
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
 
     def fits(self, capacity: float) -> bool:
         """Whether a device with `capacity` bytes has room for it."""
@@ -63,7 +64,7 @@ class DeviceMemory:
 
 
 def count_state_bytes(
-    parameters: float, data: int, sharding: int, each: StateBytes = StateBytes()
+    parameters: float, data: int, sharding: int, each: StateBytes = MIXED_PRECISION
 ) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and the optimizer's state on one of `data` devices.
 
@@ -113,9 +114,7 @@ def count_layer_activations(model: Transformer, layout: ParallelLayout) -> float
 def count_stage_parameters(model: Transformer, layout: ParallelLayout, rank: int) -> float:
     """Parameters on one device of a rank along the pipeline."""
     dealt = deal_layers(model.layers, layout)
-    p = layout.pipeline
-    in_a_v = layout.schedule == "zbv" and p > 1
-    stages = [rank, 2 * p - 1 - rank] if in_a_v else list(range(rank, len(dealt), p))
+    stages = list_rank_stages(layout, rank)
     parameters = sum(dealt[stage] for stage in stages) * model.layer_parameters
     if 0 in stages:
         parameters += model.embedding_parameters
@@ -131,12 +130,13 @@ def count_activations(model: Transformer, layout: ParallelLayout, rank: int = 0)
     ranks, and with interleaving 1 + (p - 1) / pm times as much.
     """
     layer = count_layer_activations(model, layout)
-    n = layout.count_micro_batches(model)
-    stages = layout.pipeline * layout.chunks
     if layout.pipeline == 1:
         return layer * model.layers
+    n = layout.count_micro_batches(model)
     kept = count_kept_stages(layout.schedule, layout.pipeline, n, layout.chunks, rank)
-    return kept * layer * model.layers / stages
+    dealt = deal_layers(model.layers, layout)
+    stages = list_rank_stages(layout, rank)
+    return kept * layer * sum(dealt[stage] for stage in stages) / len(stages)
 
 
 def count_buffers(model: Transformer, layout: ParallelLayout) -> float:
@@ -162,7 +162,7 @@ def count_buffers(model: Transformer, layout: ParallelLayout) -> float:
 
 
 def count_device_memory(
-    model: Transformer, layout: ParallelLayout, each: StateBytes = StateBytes()
+    model: Transformer, layout: ParallelLayout, each: StateBytes = MIXED_PRECISION
 ) -> DeviceMemory:
     """Count the bytes on the device that needs the most.
 
@@ -173,8 +173,8 @@ def count_device_memory(
     """
     candidates = []
     buffers = count_buffers(model, layout)
-    # Ranks in the middle of the pipeline need no more than the first or the last one.
-    for rank in sorted({0, layout.pipeline - 1}):
+    # The first rank keeps the most micro-batches, but may have a layer less than the second.
+    for rank in sorted({0, min(1, layout.pipeline - 1), layout.pipeline - 1}):
         states = count_state_bytes(
             count_stage_parameters(model, layout, rank), layout.data, layout.sharding, each
         )
