@@ -58,6 +58,7 @@ BUDGET: dict[str, int] = {
     "notebook": 540,
     "observe": 4900,
     "parallel": 8930,
+    "plan": 1060,
     "prepare": 2280,
     "record": 4360,
     "replicas": 740,

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, log2
 from pathlib import Path
 
 from paceline.comm.schedule import LinkSpeed
@@ -29,7 +29,7 @@ from paceline.plan.transformer import HALF, Matmul
 # processor's speed that a tile reaches: a small one reads its inputs more often.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.9), (128, 64, 0.75), (64, 64, 0.6))
 INNER_START = 96  # steps along the inner dimension that filling and emptying a tile costs
-ALIGNMENT = 8  # tensor cores read 16 bytes at once (NVIDIA, "Matrix multiplication", 2023)
+ALIGNMENT = 8  # values in 16 bytes
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Accelerator:
             device: the exponent of a sum of powers of both times.
         kernel_seconds: Seconds that a kernel takes on the device besides its work.
         flash_share: Share of the best matrix product's speed that flash attention reaches.
+        odd_slowdown: How much longer a product takes if rows in memory have an odd length; it is
+            less for multiples of 2 and 4, and nothing for those of 8.
         within: Latency, and the bus bandwidth of an all-reduce between devices of a host.
     """
 
@@ -62,6 +64,7 @@ class Accelerator:
     launch_sharpness: float
     kernel_seconds: float
     flash_share: float
+    odd_slowdown: float
     within: LinkSpeed
 
     def __post_init__(self) -> None:
@@ -89,15 +92,11 @@ def _time_matmul(device: Accelerator, matmul: Matmul) -> float:
         tiles = ceil(matmul.rows / height) * ceil(matmul.columns / width) * matmul.batch
         wave = 2 * height * width * inner / (speed * share)
         seconds = min(seconds, ceil(tiles / device.processors) * wave)
-    seconds *= _slow_down_by_alignment(matmul)
+    # Tensor cores read 16 bytes at once (NVIDIA, "Matrix multiplication background", 2023).
+    aligned = min(size & -size for size in (matmul.columns, matmul.inner, matmul.rows))
+    seconds *= device.odd_slowdown ** max(0.0, 1 - log2(aligned) / log2(ALIGNMENT))
     moved = HALF * matmul.values / device.memory_bandwidth
     return max(seconds, moved) + device.kernel_seconds
-
-
-def _slow_down_by_alignment(matmul: Matmul) -> float:
-    """How much longer a product takes when its rows in memory don't begin at 16 bytes."""
-    worst = min(size & -size for size in (matmul.columns, matmul.inner, matmul.rows))
-    return {1: 2.6, 2: 1.8, 4: 1.4}.get(worst, 1.0)
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,10 @@ class DeviceCluster:
 
 # Three numbers of an A100 are fitted to 30 rows (benchmarks/planned/fit.py): the share of the
 # memory's nominal bandwidth that kernels other than products reach, the seconds of a launch, and
-# its sharpness. Other devices of that kind are taken to have the same.
-MEMORY_SHARE, LAUNCH_SECONDS, LAUNCH_SHARPNESS = 0.71, 54e-6, 9.0
+# the slowdown of odd rows. Other devices are taken to have the same. The other numbers here are
+# assumed.
+MEMORY_SHARE, LAUNCH_SECONDS, ODD_SLOWDOWN = 0.69, 54e-6, 2.3
+LAUNCH_SHARPNESS = 6.0
 KERNEL_SECONDS, FLASH_SHARE = 4e-6, 0.55
 
 
@@ -224,6 +225,7 @@ def _make_preset(
         LAUNCH_SHARPNESS,
         KERNEL_SECONDS,
         FLASH_SHARE,
+        ODD_SLOWDOWN,
         LinkSpeed(6e-6, within_gbyte * 1e9),
     )
 
@@ -231,10 +233,10 @@ def _make_preset(
 # Sources, all in benchmarks/published: best products are those of stas00/ml-engineering@744d01e in
 # calib_peak_and_achievable_bf16.csv. An A100's all-reduce is that of vTrain's in
 # vtrain_calib_a100_allreduce_8gpu.csv (93 us for 1 MB, 7.83 ms for 1 GB); those of H200, B200 and
-# V100 are in calib_allreduce_busbw_GBps.csv, and an H100 has that of an H200 without NVLS. Nobody
-# has published best products of V100 and P40 there (0.8 is assumed), nor an all-reduce of MI300X
-# and P40 (a data sheet's figure, and PCIe). Peaks, memories and bandwidths are those of data
-# sheets. "cpu" is a guess at one processor of 16 cores: give its numbers in the file instead.
+# V100 are in calib_allreduce_busbw_GBps.csv, and an H100 has that of an H200 without NVLS. These
+# tables have no best product of V100 and P40 (0.72 and 0.8 of the peak are assumed), and no
+# all-reduce of MI300X and P40 (a data sheet's figure, and PCIe). Peaks, memories and bandwidths are
+# those of data sheets. "cpu" is a guess at one processor of 16 cores: better give its numbers.
 ACCELERATORS: Mapping[str, Accelerator] = {
     preset.name: preset
     for preset in (
@@ -244,7 +246,7 @@ ACCELERATORS: Mapping[str, Accelerator] = {
         _make_preset("h200-sxm", (989, 794.5), 132, (141, 4.8e12), 473),
         _make_preset("b200-sxm", (2250, 1745), 148, (180, 8e12), 838),
         _make_preset("mi300x", (1300, 668.4), 304, (192, 5.3e12), 300),
-        _make_preset("v100-32gb", (125, 100), 80, (32, 0.9e12), 124),
+        _make_preset("v100-32gb", (125, 90), 80, (32, 0.9e12), 124),
         _make_preset("p40", (11.8, 9.4), 30, (24, 0.346e12), 10),
         _make_preset("cpu", (1.0, 0.7), 1, (64, 80e9), 8),
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from paceline.parallel.pipelining.schedule import count_kept
 from paceline.parallel.pipelining.schedules import FIXED_SCHEDULES, make_schedule
 
 PERIODS = 3  # times `ranks` micro-batches, after which equal stages have found their rhythm
@@ -118,7 +119,7 @@ def time_pipeline(
 def count_kept_stages(name: str, ranks: int, micro_batches: int, chunks: int, rank: int) -> int:
     """Count the activations of one stage that a rank keeps at once, at most.
 
-    The same as `count_kept` counts, without going through the schedule.
+    The same as `count_kept` counts, mostly without going through the schedule.
     """
     if name == "gpipe":
         return micro_batches
@@ -127,11 +128,21 @@ def count_kept_stages(name: str, ranks: int, micro_batches: int, chunks: int, ra
     if name == "zero-bubble":
         return min(micro_batches, ranks)
     if name == "zbv":
-        return min(2 * micro_batches, 2 * ranks)
+        return (
+            2 * ranks
+            if micro_batches >= 2 * ranks - 1
+            else _count_short_v(ranks, micro_batches)[rank]
+        )
     # The micro-batches of a round, as in `make_interleaved`.
     count = max(1, micro_batches // ranks)
     first = -(-micro_batches // count)
     return min(micro_batches * chunks, (chunks - 1) * first + 2 * (ranks - 1 - rank) + 1)
+
+
+@lru_cache(maxsize=1024)
+def _count_short_v(ranks: int, micro_batches: int) -> tuple[int, ...]:
+    """Count what each rank keeps under "zbv" if micro-batches don't fill the pipeline."""
+    return tuple(map(int, count_kept(make_schedule("zbv", ranks, micro_batches))))
 
 
 def _run_schedule(schedule: _CompiledSchedule, times: StageSeconds) -> float:
