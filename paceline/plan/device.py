@@ -94,9 +94,9 @@ def _time_matmul(device: Accelerator, matmul: Matmul) -> float:
         seconds = min(seconds, ceil(tiles / device.processors) * wave)
     # Tensor cores read 16 bytes at once (NVIDIA, "Matrix multiplication background", 2023).
     aligned = min(size & -size for size in (matmul.columns, matmul.inner, matmul.rows))
-    seconds *= device.odd_slowdown ** max(0.0, 1 - log2(aligned) / log2(ALIGNMENT))
+    slowdown = float(device.odd_slowdown ** max(0.0, 1 - log2(aligned) / log2(ALIGNMENT)))
     moved = HALF * matmul.values / device.memory_bandwidth
-    return max(seconds, moved) + device.kernel_seconds
+    return max(seconds * slowdown, moved) + device.kernel_seconds
 
 
 @dataclass(frozen=True)
@@ -191,9 +191,9 @@ class DeviceCluster:
 # memory's nominal bandwidth that kernels other than products reach, the seconds of a launch, and
 # the slowdown of odd rows. Other devices are taken to have the same. The other numbers here are
 # assumed.
-MEMORY_SHARE, LAUNCH_SECONDS, ODD_SLOWDOWN = 0.69, 54e-6, 2.3
+MEMORY_SHARE, LAUNCH_TIME, ODD_SLOWDOWN = 0.69, 54e-6, 2.3
 LAUNCH_SHARPNESS = 6.0
-KERNEL_SECONDS, FLASH_SHARE = 4e-6, 0.55
+KERNEL_TIME, FLASH_SHARE = 4e-6, 0.55
 
 
 def _make_preset(
@@ -221,9 +221,9 @@ def _make_preset(
         processors,
         gib * 2**30,
         MEMORY_SHARE * bandwidth,
-        LAUNCH_SECONDS,
+        LAUNCH_TIME,
         LAUNCH_SHARPNESS,
-        KERNEL_SECONDS,
+        KERNEL_TIME,
         FLASH_SHARE,
         ODD_SLOWDOWN,
         LinkSpeed(6e-6, within_gbyte * 1e9),
@@ -247,8 +247,9 @@ ACCELERATORS: Mapping[str, Accelerator] = {
         _make_preset("b200-sxm", (2250, 1745), 148, (180, 8e12), 838),
         _make_preset("mi300x", (1300, 668.4), 304, (192, 5.3e12), 300),
         _make_preset("v100-32gb", (125, 90), 80, (32, 0.9e12), 124),
-        _make_preset("p40", (11.8, 9.4), 30, (24, 0.346e12), 10),
-        _make_preset("cpu", (1.0, 0.7), 1, (64, 80e9), 8),
+        # Without tensor cores rows may begin anywhere.
+        replace(_make_preset("p40", (11.8, 9.4), 30, (24, 0.346e12), 10), odd_slowdown=1.0),
+        replace(_make_preset("cpu", (1.0, 0.7), 1, (64, 80e9), 8), odd_slowdown=1.0),
     )
 }
 
