@@ -1,0 +1,1 @@
+"""What the planner predicts beside what others have measured and published."""
