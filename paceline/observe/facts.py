@@ -15,6 +15,7 @@ import numpy as np
 from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.observe import server_report
+from paceline.observe.goodput_report import GoodputFacts, read_goodput
 from paceline.observe.metrics_reader import Floats, MetricsReader
 from paceline.record.folder import MEMORY_KINDS, RunFolder
 from paceline.record.live import GONE_SECONDS, is_writer_alive
@@ -162,6 +163,7 @@ class RunFacts:
     write: float = 0.0
     background: bool = False  # whether all were saved in the background
     servers: list[server_report.ServerFacts] = field(default_factory=list)
+    goodput: GoodputFacts | None = None  # None if it isn't known
     standing: RunStanding = ENDED_STANDING
 
     @property
@@ -412,6 +414,7 @@ def _parse_summary(name: str, fields: Mapping[str, Any]) -> RunFacts:
             server_report.read_server(server, index)
             for index, server in enumerate(fields.get("servers", []))
         ],
+        goodput=read_goodput(fields.get("goodput")),
     )
 
 

@@ -199,10 +199,9 @@ def describe_run(answer: BudgetAnswer, target: RunTarget) -> list[str]:
         lines[0] += "   # on each server that trains"
     if division.standby:
         lines.append("the same on a server that stands by, when one of the others is lost")
-    how_often = "at least " if best.goodput.period >= MAX_PERIOD else ""
-    lines.append(
-        f"run.save(background=True) in the script {how_often}every {format_time(best.goodput.period)}"
-    )
+    how_often = "at least every" if best.goodput.period >= MAX_PERIOD else "every"
+    period = format_time(best.goodput.period)
+    lines.append(f"run.save(background=True) in the script {how_often} {period}")
     return lines
 
 

@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,7 +86,40 @@ def simulate_run(
         breakages = draw_breakages(failures, servers, response.replace, chance)
     else:
         breakages = replay_trace(failures.trace, servers, chance)
-    run = _RunState(division, response, samples_per_second, period, failures.together)
+    return follow_breakages(
+        breakages,
+        division,
+        response,
+        samples_per_second,
+        period=period,
+        seconds=seconds,
+        together=failures.together,
+    )
+
+
+def follow_breakages(
+    breakages: Iterable[Breakage],
+    division: Division,
+    response: FailureResponse,
+    samples_per_second: Callable[[int], float],
+    *,
+    period: float,
+    seconds: float,
+    together: int = 1,
+) -> SimulatedRun:
+    """Simulate a run in which servers break at given moments.
+
+    Args:
+        breakages: When servers break, in the order of time. Servers are counted from 0; those that
+            train at the beginning come first.
+        division: Servers that train and stand by, and copies of the state.
+        response: What the job does when a server fails.
+        samples_per_second: Samples per second of a number of servers that train, without failures.
+        period: Seconds of training between two checkpoints.
+        seconds: Length of the run.
+        together: Servers that fail at the same moment. Default: 1.
+    """
+    run = _RunState(division, response, samples_per_second, period, together)
     returns: list[tuple[float, int]] = []
     for breakage in itertools.chain(breakages, [Breakage(math.inf, (), 0.0)]):
         # Servers that come back before this moment.
