@@ -39,6 +39,7 @@ from paceline.errors import CheckpointError
 from paceline.prepare.checks import find_unprepared_schedules
 from paceline.record.folder import RunFolder, script_name
 from paceline.record.history import RunHistory
+from paceline.record.outcome.worker_time import WorkerTime
 from paceline.servers.run_tables import RunTables
 from paceline.state.snapshot import Snapshot, copy_to_tensor, snapshot_from_bytes
 from paceline.state.versioned import Stateful, VersionedState
@@ -95,6 +96,7 @@ class CheckpointSaver:
         own: State that belongs to this worker alone, such as its random generators.
         context: Announces messages to the user.
         history: Records each checkpoint, and each that failed.
+        worker_time: Measures the time in which training stands still.
         parts: Writes and reads the parts of models that are cut.
         tables: The sparse tables of the run.
         deadline: Seconds that workers wait for each other.
@@ -107,6 +109,7 @@ class CheckpointSaver:
         own: WorkerState,
         context: SyncContext,
         history: RunHistory,
+        worker_time: WorkerTime,
         *,
         parts: CutParts,
         tables: RunTables,
@@ -120,6 +123,7 @@ class CheckpointSaver:
             history,
             parts,
         )
+        self._worker_time = worker_time
         self._agreement = parts.agreement  # between all workers
         self._write_timeout = compute_write_timeout(deadline)
         self._tables, self._pinned = tables, pinned
@@ -136,6 +140,11 @@ class CheckpointSaver:
 
         Returns the path of the checkpoint on all workers.
         """
+        with self._worker_time.measure_loss("checkpoint"):
+            return self._save_measured(order)
+
+    def _save_measured(self, order: SaveRequest) -> Path:
+        """Write a checkpoint, or begin one in the background. Collective."""
         began = time.perf_counter()
         checkpoint.check_save_options(order.step, order.keep)
         for text in describe_missing_schedulers(self._state.parts, self._warned_optimizers):

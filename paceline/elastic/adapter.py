@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.checkpoint.state import RunProgress, WorkerState
 from paceline.cluster.control import events
+from paceline.comm.agreement import Recovery as Heal
 from paceline.data.loader import ShareLoader
 from paceline.elastic.buddies import BuddyReplication
 from paceline.elastic.departure import Departure
@@ -103,6 +104,9 @@ class ElasticRun:
         assert own.abilities.recoverable is not None
         self._recoverable, self._remote = own.abilities.recoverable, own.abilities.remote
         self.buddies = BuddyReplication(context, own.abilities.unreplicated, loop, replicate)
+
+    def measure_healing(self, recover: Heal) -> Heal:
+        return self._records.worker_time.measure_healing(recover)
 
     def regroup(self, groups: ViewGroups) -> None:
         old_groups = [*self._context.extra_groups, self._context.group]

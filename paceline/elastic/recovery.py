@@ -26,6 +26,7 @@ from paceline.cluster.control import events
 from paceline.cluster.control.commands import CommandPipe, Roster
 from paceline.cluster.store import Store
 from paceline.comm.agreement import Agreement, CallResult
+from paceline.comm.agreement import Recovery as Heal
 from paceline.comm.cancellation import CancelScope
 from paceline.comm.group_protocol import Group
 from paceline.elastic.handover import StateOwner, hand_over_result, hand_over_state
@@ -88,6 +89,10 @@ class SurvivingRun(StateOwner, Protocol):
 
     def announce_event(self, text: str) -> None:
         """Announce an event to the user."""
+        ...
+
+    def measure_healing(self, recover: Heal) -> Heal:
+        """Return a function that recovers as `recover` does, and is measured."""
         ...
 
     def collect_news(self) -> Any:
@@ -169,7 +174,7 @@ class Recovery:
         self._enable_survival()
 
     def _enable_survival(self) -> None:
-        self._agreement.survive_losses_by(self.recover_from)
+        self._agreement.survive_losses_by(self._run.measure_healing(self.recover_from))
         events.report_surviving(self._worker_context.place)
 
     # ---- losses

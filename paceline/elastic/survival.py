@@ -14,6 +14,7 @@ from paceline.loop.turns import TrainingLoop
 from paceline.prepare import checks
 from paceline.prepare.registry import Prepared
 from paceline.record.history import RunHistory
+from paceline.record.outcome.worker_time import WorkerTime
 from paceline.replicas.step_count import StepCount
 from paceline.workers.groups import CurrentView
 
@@ -43,6 +44,7 @@ class Survival:
         collector: Collects logged values.
         history: Records events.
         tally: Count of steps that workers agree on.
+        worker_time: Measures what is lost to recovery.
         save: Writes a checkpoint.
         depart: Calls its argument, and ends this worker.
     """
@@ -58,6 +60,7 @@ class Survival:
         collector: Collector,
         history: RunHistory,
         tally: StepCount,
+        worker_time: WorkerTime,
         save: Callable[[], Path],
         depart: Callable[[Callable[[], None]], NoReturn],
     ) -> None:
@@ -70,6 +73,7 @@ class Survival:
         )
         self._collector, self._history, self._step_count = collector, history, tally
         self._save, self._depart = save, depart
+        self._worker_time = worker_time
         self._was_let_in = False
 
     def begin_surviving(self) -> None:
@@ -112,9 +116,11 @@ class Survival:
             self._collector.pause_between_turns(recovery)
         elif training == [loader] and self._loop.turn is None:
             if recovery.lacks_workers and not recovery.pending_view:
-                self._wait_for_workers()
+                with self._worker_time.measure_loss("recovery", "data"):
+                    self._wait_for_workers()
             if recovery.pending_view:
-                recovery.admit_workers(self._loop.abilities.converge)
+                with self._worker_time.measure_loss("recovery", "data"):
+                    recovery.admit_workers(self._loop.abilities.converge)
         return (
             recovery.generation
             if is_dynamic

@@ -31,6 +31,8 @@ class LoopObservers:
     doubled: tuple[Callable[[], None], ...] = ()
     # this step counts; what follows is done in its time
     committed: tuple[Callable[[int], None], ...] = ()
+    # the turn under way has failed, and will be dealt again
+    turn_failed: tuple[Callable[[], None], ...] = ()
     # the number of the step, the samples of it, and where its time went
     step_ended: tuple[StepEnded, ...] = ()
     # some worker had no samples in the step that ended

@@ -254,6 +254,8 @@ class TrainingStep:
         loop = self.loop
         loop.clock.end_turn()
         if failed:
+            for observer in loop.observers.turn_failed:
+                observer()
             loop.roll_back()
         else:
             steps = loop.steps_made = loop.context.trace.step = loop.steps_made + 1

@@ -13,7 +13,7 @@ from paceline.comm.group_protocol import Traffic
 from paceline.loop.interruptions import InterruptionMeter
 from paceline.sync.autograd import GradientTracker
 from paceline.sync.context import SyncContext
-from paceline.trace import DESTINATIONS, MEASURED_CAUSES
+from paceline.trace import DESTINATIONS, MEASURED_CAUSES, STEP_PARTS
 
 
 class AxisTotals(NamedTuple):
@@ -56,6 +56,8 @@ class StepClock:
         self._axes: defaultdict[str, AxisTotals] = defaultdict(AxisTotals)  # in all steps
         self._axes_before: dict[str, AxisTotals] = {}
         self._units, self._turns = 0.0, 0
+        # Seconds of PARTS in all steps that have ended.
+        self.step_seconds = dict.fromkeys(STEP_PARTS, 0.0)
         self.work = (0.0, 0)  # units of this worker in the last step, and turns of it
 
     @property
@@ -150,6 +152,8 @@ class StepClock:
             "exchange": exchange,
             "compute": self._compute,
         }
+        for part, value in seconds.items():
+            self.step_seconds[part] += value
         seconds |= zip(
             MEASURED_CAUSES,
             (self._reading, self._collection, self._stolen, self._paging),
@@ -164,6 +168,15 @@ class StepClock:
         if self._context.meters:
             self._add_axis_totals(spent)
         return seconds
+
+    def read_open_step(self) -> dict[str, float]:
+        """Read the seconds of PARTS of the step under way, as far as its turns have ended."""
+        return {
+            "compute": self._compute,
+            "exchange": self._exchange,
+            "wait": self._wait,
+            "data": self._data,
+        }
 
     def _cut_seconds(self) -> float:
         """Seconds of exchanges of cuts since the run began during which nothing was computed."""

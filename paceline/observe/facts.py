@@ -15,6 +15,7 @@ import numpy as np
 from paceline.cluster.mesh import Mesh
 from paceline.errors import UsageError
 from paceline.observe import server_report
+from paceline.observe.goodput_report import GoodputFacts, read_goodput
 from paceline.observe.metrics_reader import Floats, MetricsReader
 from paceline.record.folder import MEMORY_KINDS, RunFolder
 from paceline.record.live import GONE_SECONDS, is_writer_alive
@@ -164,6 +165,7 @@ class RunFacts:
     servers: list[server_report.ServerFacts] = field(default_factory=list)
     # The steps compared with the plan that the run followed, in words. Empty: it followed none.
     planned: str = ""
+    goodput: GoodputFacts | None = None  # None if it isn't known
     standing: RunStanding = ENDED_STANDING
 
     @property
@@ -415,6 +417,7 @@ def _parse_summary(name: str, fields: Mapping[str, Any]) -> RunFacts:
             for index, server in enumerate(fields.get("servers", []))
         ],
         planned=_describe_planned(fields),
+        goodput=read_goodput(fields.get("goodput")),
     )
 
 

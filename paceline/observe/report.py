@@ -8,6 +8,7 @@ from paceline.formatting import escape_unprintable, format_bytes, format_count, 
 from paceline.observe import pipeline_report, server_report
 from paceline.observe.advice import MIN_SECONDS, format_advice
 from paceline.observe.facts import RunFacts, read_facts
+from paceline.observe.goodput_report import describe_goodput
 from paceline.observe.tables import align_columns, format_seconds
 from paceline.record.folder import MEMORY_KINDS, RunFolder
 from paceline.trace import STEP_PARTS
@@ -41,6 +42,7 @@ def format_report(folder: Path) -> str:
         _format_title(facts),
         _format_times(facts),
         facts.planned,
+        describe_goodput(facts.goodput),
         _format_lateness(facts),
         _format_links(facts),
         _format_traffic(facts),

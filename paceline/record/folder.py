@@ -295,6 +295,8 @@ class RunSummary:
     links: list[dict[str, Any]] = field(default_factory=list)
     # One entry for each pipeline, see `paceline.record.pipeline_profile`.
     pipelines: list[dict[str, Any]] = field(default_factory=list)
+    # Where the time of all workers went, see `paceline.record.outcome.goodput`.
+    goodput: dict[str, Any] = field(default_factory=dict)
     # Settings of the run, see `paceline.record.outcome.settings`.
     settings: dict[str, Any] = field(default_factory=dict)
     # Contents of `Run.results`, which the script fills.

@@ -62,6 +62,13 @@ class JsonLines:
             raise write_error(self._path, error) from error
         return last_line
 
+    def list_after_step(self, step: int) -> list[dict[str, Any]]:
+        """List the lines of steps after `step`; none if the file can't be read."""
+        with contextlib.suppress(OSError):
+            lines = map(_parse_line, self._path.read_bytes().split(b"\n"))
+            return [line for line in lines if line is not None and line["step"] > step]
+        return []
+
     def cut_after_step(self, step: int) -> list[dict[str, Any]]:
         """Remove the lines of steps after `step`, and damaged lines; return the remaining lines."""
         self.close()

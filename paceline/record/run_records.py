@@ -8,6 +8,7 @@ from typing import Any
 from paceline.record.folder import RunFolder
 from paceline.record.history import RunHistory
 from paceline.record.log import MetricsLog
+from paceline.record.outcome.worker_time import WorkerTime
 
 
 class LogMeetings:
@@ -29,6 +30,7 @@ class RunRecords:
     folder: RunFolder
     log: MetricsLog
     meetings: LogMeetings
+    worker_time: WorkerTime
 
     def collect_facts(self) -> dict[str, Any]:
         """Return the facts that a joining worker needs."""

@@ -23,6 +23,8 @@ from paceline.prepare.registry import Prepared
 from paceline.record import timeline
 from paceline.record.folder import RunFolder, RunSummary, RunTotals
 from paceline.record.log import MetricsLog
+from paceline.record.outcome.goodput import make_goodput_fields
+from paceline.record.outcome.worker_time import WorkerSeconds, WorkerTime
 from paceline.record.pipeline_profile import PipelineProfile, combine_workers
 from paceline.state.snapshot import view_cpu_bytes
 from paceline.sync.base import Strategy
@@ -60,6 +62,7 @@ class RunOutcome(NamedTuple):
     links: list[dict[str, Any]]
     # Settings of the run.
     settings: dict[str, Any]
+    worker_time: WorkerTime
 
 
 class GatheredEnds(NamedTuple):
@@ -81,6 +84,7 @@ class GatheredEnds(NamedTuple):
     # Ranks whose parameters differ, with the rank whose replicas they are.
     different: dict[int, int]
     codecs: list[Any]
+    worker_seconds: list[WorkerSeconds]
 
 
 def write_outcome(outcome: RunOutcome, axes: RunAxes, folder: RunFolder, log: MetricsLog) -> None:
@@ -101,10 +105,19 @@ def _gather_ends(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     heads = [
         msgpack.unpackb(body)
         for body in agreement.meet(
-            "bytes sent", msgpack.packb([bytes_sent, outcome.along, outcome.memory, outcome.untold])
+            "bytes sent",
+            msgpack.packb(
+                [
+                    bytes_sent,
+                    outcome.along,
+                    outcome.memory,
+                    outcome.untold,
+                    outcome.worker_time.collect_seconds(),
+                ]
+            ),
         )
     ]
-    sent, along, memory, untold = ([head[at] for head in heads] for at in range(4))
+    sent, along, memory, untold, seconds = ([head[at] for head in heads] for at in range(5))
     ahead = timeline.compare_clocks(agreement, cluster.host_by_rank())
     spans = timeline.gather_spans(agreement, context.trace.list_spans())
     pipelines = _combine_pipelines(outcome.prepared, axes, ahead)
@@ -142,6 +155,7 @@ def _gather_ends(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
         digest,
         different,
         codecs,
+        [WorkerSeconds(*fields) for fields in seconds],
     )
 
 
@@ -163,7 +177,9 @@ def _write_files(
         )
         outcome.event(text)
         context.announce(f"{text} at the end; was something changed on some workers only?")
-    summary = _make_summary(outcome, axes, ends, totals, log_began=log.opened_at - outcome.began)
+    log_began = log.opened_at - outcome.began
+    goodput = describe_goodput(log, ends.worker_seconds, outcome.worker_time, log_began)
+    summary = _make_summary(outcome, axes, ends, totals, log_began=log_began, goodput=goodput)
     summary.write(folder)
     if log.feed is not None:
         log.feed.report_summary(summary.to_fields())
@@ -187,7 +203,13 @@ def _write_files(
 
 
 def _make_summary(
-    outcome: RunOutcome, axes: RunAxes, ends: GatheredEnds, totals: RunTotals, *, log_began: float
+    outcome: RunOutcome,
+    axes: RunAxes,
+    ends: GatheredEnds,
+    totals: RunTotals,
+    *,
+    log_began: float,
+    goodput: dict[str, Any],
 ) -> RunSummary:
     """Make the summary. `log_began` is the time of the run at which its log was opened."""
     steps = max(totals.steps, 1)
@@ -222,9 +244,27 @@ def _make_summary(
         pipelines=[profile.to_fields() for profile in ends.pipelines],
         route=axes.replicas.route,
         links=outcome.links,
+        goodput=goodput,
         settings=outcome.settings,
         results=outcome.results,
     )
+
+
+def describe_goodput(
+    log: MetricsLog, present: Sequence[WorkerSeconds], own: WorkerTime, log_began: float
+) -> dict[str, Any]:
+    """Describe where the time of all workers went, on the first worker.
+
+    Args:
+        log: Its log.
+        present: Times of the workers that are there.
+        own: Time of the first worker.
+        log_began: Seconds from the start of the run to time 0 of its log.
+    """
+    writer = log.writer
+    assert writer is not None, "the first worker writes the log"
+    workers = [*present, *writer.members.list_lost_times(log_began)]
+    return make_goodput_fields(workers, writer.earlier, own)
 
 
 def describe_result(path: Path, totals: RunTotals) -> str:

@@ -12,6 +12,7 @@ from paceline.record.logged.media import MediaItem
 from paceline.record.logged.metric import MetricValues
 from paceline.record.logged.record import LogRecord
 from paceline.record.logged.values import RESERVED_FIELDS
+from paceline.record.outcome.goodput import EarlierStarts
 from paceline.record.outcome.members import RunMembers
 from paceline.record.status_line import FinishedStep, StatusDisplay
 from paceline.record.trackers.feed import TrackerFeed
@@ -55,6 +56,7 @@ class MetricsWriter:
         adds: The samples of a record are those of its own worker, and not of all workers. This is
             so if workers are not in lockstep.
         feed: Feed that reports the lines to trackers.
+        earlier: The earlier starts of the job.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class MetricsWriter:
         stands_by: bool = False,
         adds: bool = False,
         feed: TrackerFeed | None = None,
+        earlier: EarlierStarts | None = None,
     ) -> None:
+        self.earlier = EarlierStarts() if earlier is None else earlier
         self._lines, self._display, self.feed = JsonLines(folder.metrics), line, feed
         self.metrics = MetricValues()
         self.stands_by = stands_by
@@ -117,6 +121,7 @@ class MetricsWriter:
         """
         if self.feed is not None and not self.stands_by:
             self.feed.rewind_to_step(step)
+        self.earlier.move_repeated(self._lines.list_after_step(step))
         for line in self._lines.cut_after_step(step):
             self._last_values |= {
                 name: float(value) for name, value in line.items() if name not in RESERVED_FIELDS
@@ -294,7 +299,7 @@ class MetricsWriter:
         )
         sent = {rank: record.sent or [] for rank, record in records.items() if rank in timed}
         for rank, rank_seconds in timed.items():
-            self.members.add_step(rank, step, rank_seconds, sent[rank])
+            self.members.add_step(rank, step, rank_seconds, sent[rank], records[rank].time)
         seconds = self._count_step(samples, timed)
         if self._display is not None:
             self._display.step(FinishedStep(step, first.time, samples, values, seconds), total)

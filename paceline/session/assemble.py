@@ -51,6 +51,7 @@ from paceline.record.history import RunHistory
 from paceline.record.layout import ModelLayout
 from paceline.record.live import LiveRecord
 from paceline.record.log import MetricsLog
+from paceline.record.outcome.worker_time import WorkerTime
 from paceline.record.run_records import LogMeetings, RunRecords
 from paceline.record.total_steps import TotalSteps
 from paceline.replicas.compare import Comparison, ReplicaComparer, check_comparison
@@ -158,6 +159,7 @@ class _RunAssembly:
             f"seed={seed}, sync={format_as_call(strategy)}, {comparison}, "
             f"replicate={worker.replicate!r}"
         )
+        self.worker_time = self._make_worker_time(began)
         self.history = RunHistory(
             collectives.agree_on_seed(axes.everyone, seed, arguments), began, context.announce
         )
@@ -170,6 +172,20 @@ class _RunAssembly:
         self._build_saving()
         self._build_followers()
         self._build_ending(comparison)
+
+    def _make_worker_time(self, began: float) -> WorkerTime:
+        """Make the measure of this worker's time apart from its steps."""
+        loop, context, place = self.loop, self.context, self.view.worker.place
+        is_restarted = place.job_start is not None and place.job_start.folder is not None
+        return WorkerTime(
+            began,
+            replaces=place.joining or is_restarted,
+            step=lambda: loop.steps_made,
+            is_in_turn=lambda: loop.leading_turn is not None,
+            waited=lambda: context.sent_and_waited()[1],
+            step_seconds=lambda: loop.clock.step_seconds,
+            open_seconds=loop.clock.read_open_step,
+        )
 
     def _build_prepared(self, step: TrainingStep, subgroups: Subgroups) -> None:
         """Build the registry of the script's objects, and the layout of their state."""
@@ -233,12 +249,13 @@ class _RunAssembly:
             self.own,
             context,
             history,
+            self.worker_time,
             parts=parts,
             tables=prepared.tables,
             deadline=worker.deadline,
             pinned=worker.device.type == "cuda",
         )
-        self.records = RunRecords(history, self.folder, self.log, LogMeetings())
+        self.records = RunRecords(history, self.folder, self.log, LogMeetings(), self.worker_time)
         self.resumption = RunResumption(
             self.saving,
             everyone=self.axes.everyone,
@@ -282,6 +299,7 @@ class _RunAssembly:
             log,
             self.memory,
             self.links,
+            self.worker_time,
         )
         self.live = LiveRecord(
             self.folder,
@@ -376,7 +394,9 @@ class _RunAssembly:
                 *restart,
                 *(() if survival is None else (survival.begin_surviving,)),
                 begin_comparing,
+                self.worker_time.begin_training,
             ),
+            turn_failed=(self.worker_time.discard_turn,),
             epoch_began=(collector.leave_lockstep, follower.epoch_began, self.progress.loop_began),
             lead_taken=(PolicyCheck(self.joined.straggler).check_leader, plan.add_leading_loader),
             first_step=(
@@ -461,6 +481,7 @@ class _RunAssembly:
             collector=collector,
             history=self.history,
             tally=self.tally,
+            worker_time=self.worker_time,
             save=lambda: saving.save(
                 SaveRequest(folder.checkpoints, loop.steps_made, keep=3, background=False)
             ),

@@ -24,7 +24,13 @@ from paceline.record.live import MAX_EVENTS, LiveRecord
 from paceline.record.log import MetricsLog
 from paceline.record.outcome.planned import conclude_plan
 from paceline.record.outcome.settings import collect_settings
-from paceline.record.summary import RunOutcome, describe_dealing, write_outcome
+from paceline.record.outcome.worker_time import WorkerTime
+from paceline.record.summary import (
+    RunOutcome,
+    describe_dealing,
+    describe_goodput,
+    write_outcome,
+)
 from paceline.sync.abilities import Abilities
 from paceline.sync.base import Strategy
 from paceline.unequal.probe.link_watch import LinkWatch
@@ -48,6 +54,7 @@ class RunConclusion:
     log: MetricsLog
     memory: MemoryWatch
     links: LinkWatch
+    worker_time: WorkerTime
 
     def collect_progress(self) -> dict[str, Any]:
         """Collect the fields of the summary that exist during the run; `live` has its progress.
@@ -71,6 +78,10 @@ class RunConclusion:
                 "cause": straggler.cause,
             }
         mesh = self.axes.mesh
+        # The other workers tell the first one where their time went only at the end.
+        present = [self.worker_time.collect_seconds()] * everyone.group.size
+        recorded = writer.members.sum_seconds(everyone.origins[everyone.group.rank])
+        log_began = self.log.opened_at - self.history.began
         return {
             "sync": format_as_call(self.strategy),
             "workers": everyone.group.size,
@@ -85,6 +96,7 @@ class RunConclusion:
             if self.axes.cut_axes
             else [],
             "links": self.links.slow_links,
+            "goodput": describe_goodput(self.log, present, self.worker_time, log_began),
             "live": {
                 "began": self.history.began,
                 "script": script_name(),
@@ -95,6 +107,10 @@ class RunConclusion:
                 ],
                 "origins": list(everyone.origins),
                 "recent": writer.recent,
+                "unrecorded": {
+                    part: max(seconds - recorded[part], 0.0)
+                    for part, seconds in self.loop.clock.step_seconds.items()
+                },
                 "late": late,
                 "link": self.links.status_remark,
             },
@@ -132,6 +148,7 @@ class RunConclusion:
             history.results,
             self.links.slow_links,
             self._collect_settings() if self.view.is_first else {},
+            self.worker_time,
         )
         write_outcome(outcome, self.axes, self.folder, self.log)
 

@@ -13,6 +13,7 @@ from paceline.record.call_status import make_status_display
 from paceline.record.folder import RunFolder
 from paceline.record.history import RunHistory
 from paceline.record.log import MetricsLog, OnNan
+from paceline.record.outcome.goodput import read_earlier_starts
 from paceline.record.trackers.feed import TrackerFeed
 from paceline.record.trackers.tracker import Setting, Tracker
 from paceline.record.writer import MetricsWriter
@@ -149,7 +150,11 @@ class RecordOpener:
         """
         place = self._worker.place
         if place.rank == 0 and not place.joining:
-            return MetricsWriter(folder, make_status_display(place), adds=adds, feed=feed)
+            start, earlier = place.job_start, None
+            if start is not None and start.folder is not None:
+                earlier = read_earlier_starts(folder.live, start.began, start.events, place.size)
+            display = make_status_display(place)
+            return MetricsWriter(folder, display, adds=adds, feed=feed, earlier=earlier)
         return (
             None
             if place.worker is None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.record.outcome.worker_time import WorkerSeconds
 from paceline.trace import DESTINATIONS, STEP_PARTS
 
 # Seconds between two looks at all workers: at least this, and at least this share of the time so
@@ -33,9 +34,16 @@ class MemberTotals:
     sent: list[int] = field(default_factory=lambda: [0] * len(DESTINATIONS))
     first_step: int = 0  # first step; 0 before there is one
     last_step: int = 0
+    first_began: float = 0.0  # time of the run at which the first step began
+    last_ended: float = 0.0
 
-    def add_step(self, step: int, seconds: Sequence[float], sent: Sequence[int]) -> None:
-        """Add a step with its seconds of PARTS and bytes of SENT."""
+    def add_step(
+        self, step: int, seconds: Sequence[float], sent: Sequence[int], time: float = 0.0
+    ) -> None:
+        """Add a step with its seconds of PARTS and bytes of SENT, which ended at `time`."""
+        if not self.steps_made:
+            self.first_began = max(time - sum(seconds), 0.0)
+        self.last_ended = time
         self.steps_made += 1
         self.first_step, self.last_step = self.first_step or step, step
         for at, value in enumerate(seconds):
@@ -45,6 +53,8 @@ class MemberTotals:
 
     def add_totals(self, other: MemberTotals) -> None:
         """Add the totals of later steps of the same worker."""
+        self.first_began = self.first_began if self.steps_made else other.first_began
+        self.last_ended = other.last_ended if other.steps_made else self.last_ended
         self.steps_made, self.late = self.steps_made + other.steps_made, self.late + other.late
         self.first_step, self.last_step = (
             self.first_step or other.first_step,
@@ -78,10 +88,23 @@ class RunMembers:
         self._hosts.update(zip(numbers, hosts, strict=False))
 
     def add_step(
-        self, worker: int, step: int, seconds: Sequence[float], sent: Sequence[int]
+        self,
+        worker: int,
+        step: int,
+        seconds: Sequence[float],
+        sent: Sequence[int],
+        time: float = 0.0,
     ) -> None:
-        """Count a step of a worker, with its seconds of PARTS and bytes of SENT."""
-        self._totals_of_worker(worker).add_step(step, seconds, sent)
+        """Count a step of a worker.
+
+        Args:
+            worker: Number of the worker.
+            step: Number of the step.
+            seconds: Its seconds of PARTS.
+            sent: Its bytes of SENT.
+            time: Time of the run at which it ended.
+        """
+        self._totals_of_worker(worker).add_step(step, seconds, sent, time)
 
     def add_lateness(self, seconds: Mapping[int, float]) -> None:
         """Add the seconds by which workers were late."""
@@ -116,12 +139,28 @@ class RunMembers:
             for worker, totals in sorted(self._move_recent().items())
         }
 
-    def to_fields(self) -> list[dict[str, Any]]:
-        """Return the fields of each member for the summary.
+    def sum_seconds(self, worker: int) -> dict[str, float]:
+        """Sum up the seconds of PARTS of a worker, over all steps."""
+        totals = self._add_up().get(worker, MemberTotals())
+        return dict(zip(STEP_PARTS, totals.seconds, strict=True))
 
-        They are its number, host, rank at the end (None if it had left), steps, and the seconds and
-        bytes of a mean step.
+    def list_lost_times(self, log_began: float) -> list[WorkerSeconds]:
+        """List the times of workers that were lost or have left, up to their last record.
+
+        Args:
+            log_began: Seconds from the start of the run to time 0 of the records.
         """
+        lost = []
+        for worker, totals in self._add_up().items():
+            if worker not in self._present_workers:
+                # A worker of the start was there before its first step. Others have joined for it.
+                start = totals.first_began + log_began if totals.first_step == 1 else 0.0
+                present = totals.last_ended - totals.first_began + start
+                lost.append(WorkerSeconds(present, start, 0.0, 0.0, 0.0, tuple(totals.seconds)))
+        return lost
+
+    def _add_up(self) -> dict[int, MemberTotals]:
+        """Add up all totals of each worker."""
         totals_by_worker = {
             worker: MemberTotals() for worker in sorted({*self._all_totals, *self._recent_totals})
         }
@@ -129,6 +168,14 @@ class RunMembers:
         for totals in (self._all_totals, self._recent_totals):
             for worker, member_totals in totals.items():
                 totals_by_worker[worker].add_totals(member_totals)
+        return totals_by_worker
+
+    def to_fields(self) -> list[dict[str, Any]]:
+        """Return the fields of each member for the summary.
+
+        They are its number, host, rank at the end (None if it had left), steps, and the seconds and
+        bytes of a mean step.
+        """
         return [
             {
                 "worker": worker,
@@ -149,5 +196,5 @@ class RunMembers:
                     for where, value in zip(DESTINATIONS, totals.sent, strict=True)
                 },
             }
-            for worker, totals in totals_by_worker.items()
+            for worker, totals in self._add_up().items()
         ]
