@@ -20,6 +20,7 @@ from paceline.cluster.launcher import host_resources, launch, output
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.commands import lab
+from paceline.commands.plan import PlanCommand
 from paceline.commands.plan import plan as plan_script
 from paceline.commands.watch import make_watched_job, watch_run
 from paceline.errors import PacelineError, UsageError
@@ -68,7 +69,7 @@ bench_app = typer.Typer(
 app.add_typer(bench_app, name="bench")
 bench_app.command("scaling")(scaling_command.scaling)
 app.command("watch")(watch_run)
-app.command("plan")(plan_script)
+app.command("plan", cls=PlanCommand)(plan_script)
 
 # Folders of scripts that commands start on workers.
 BENCH_FOLDER, APPS_FOLDER = Path(__file__).parent / "bench", Path(__file__).parent / "apps"

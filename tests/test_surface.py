@@ -91,7 +91,7 @@ COMMANDS = {
     " --placement --min-workers --restarts --patience --servers --straggler --cluster --plan "
     "--report-to --backend --watch --progress --quiet",
     "plan": "subject args --workers --cluster --allow --sync --memory --what-if --out --profile "
-    "--trace --json",
+    "--trace --budget --json",
     "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement "
     "--min-workers --restarts --patience --cluster --watch",
     "lab probe": "cluster --dtypes --out",

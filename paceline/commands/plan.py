@@ -6,9 +6,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from paceline import options
 from paceline.errors import UsageError
@@ -30,12 +31,30 @@ ClusterToPlan = Annotated[
 ]
 
 
+class PlanCommand(TyperCommand):
+    """The command. With `--budget` it has options of its own, and answers another question."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if any(arg.partition("=")[0] == "--budget" for arg in args):
+            from paceline.plan import budget_options
+
+            if "--help" in args:
+                typer.echo(budget_options.describe_budget_options())
+            else:
+                typer.echo(
+                    budget_options.answer_budget(budget_options.parse_budget_arguments(args))
+                )
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+
 def plan(
     subject: Annotated[
         Path,
         typer.Argument(
             metavar="SCRIPT",
-            help="The training script, or a profile of it (.json). Its own arguments come "
+            help="The training script, a profile of it (.json), or a transformer by numbers "
+            "(.toml). With --budget: a plan. Arguments of the script come "
             "after --, as in: train.py --workers 4 -- --epochs 3",
         ),
     ],
@@ -70,6 +89,13 @@ def plan(
         Path | None,
         typer.Option(help="Write the simulated step here, for Perfetto or chrome://tracing."),
     ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Say what this much money buys: `paceline plan --budget 2000 --help` has the "
+            "options for it."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say which way of training is fastest, and whether more workers help, before a run."""
@@ -77,13 +103,22 @@ def plan(
     from paceline.commands import planned_input
     from paceline.plan import answer, ledger, model_profile, plan_file
 
+    assert budget is None, "it is answered by the command's class"
+    memory_bytes = planned_input.parse_memory(memory)
+    if subject.suffix == ".toml":
+        given = (workers, sync, what_if, out, profile_out, trace, args or None)
+        _refuse_script_options(subject, any(each is not None for each in given) or allow != "exact")
+        from paceline.commands.plan_transformer import answer_transformer
+
+        answer_transformer(subject, cluster, memory_bytes, as_json=as_json)
+        return
     chosen = planned_input.apply_changes(
         planned_input.choose_cluster(workers, cluster), what_if or []
     )
     wishes = answer.Wishes(
         allow == "lossy",
         None if sync is None else _normalize_strategy(sync),
-        planned_input.parse_memory(memory),
+        memory_bytes,
     )
     profile = _get_profile(subject, args or [], answer.list_wished(chosen, wishes))
     if profile_out is not None:
@@ -101,6 +136,14 @@ def plan(
         typer.echo(json.dumps(found.to_fields(), indent=2))
     else:
         _print_plan(found, out)
+
+
+def _refuse_script_options(subject: Path, given: bool) -> None:
+    if given:
+        raise UsageError(
+            f"{subject} is a transformer by numbers: besides --cluster, --memory and --json there "
+            "are no options for it"
+        )
 
 
 def _normalize_strategy(text: str) -> str:
@@ -123,7 +166,10 @@ def _get_profile(
     if subject.suffix == ".json":
         return model_profile.read_profile(subject)
     if subject.suffix != ".py":
-        raise UsageError(f"{subject}: give a training script (.py), or a profile of one (.json)")
+        raise UsageError(
+            f"{subject}: give a training script (.py), a profile of one (.json), or a transformer "
+            "by numbers (.toml)"
+        )
     if not subject.is_file():
         raise UsageError(f"there is no script {subject}")
     conditions = search.find_conditions(candidates, count_cores())

@@ -120,6 +120,13 @@ def parse_budget_arguments(texts: Sequence[str]) -> BudgetArguments:
     return BudgetArguments(**{each.name: values[each.name] for each in fields(BudgetArguments)})
 
 
+def describe_budget_options() -> str:
+    """Describe all options, for `--help`."""
+    parser = _Parser(prog="paceline plan", add_help=False, allow_abbrev=False)
+    add_budget_options(parser)
+    return parser.format_help()
+
+
 def answer_budget(arguments: BudgetArguments) -> str:
     """Answer what a budget buys: as text, or as JSON.
 
