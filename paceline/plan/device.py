@@ -146,9 +146,18 @@ class DeviceCluster:
             return 0.0
         return self._time_ring(nbytes, size, stride, rounds=2)
 
-    def time_all_gather(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds in which each rank gets the whole tensor of `nbytes`; so has a reduce-scatter."""
-        return 0.0 if size == 1 else self._time_ring(nbytes, size, stride, rounds=1)
+    def time_all_gather(self, nbytes: float, size: int, stride: int, *, messages: int = 1) -> float:
+        """Seconds in which each rank gets the whole of a tensor. A reduce-scatter takes as long.
+
+        Args:
+            nbytes: Bytes of the tensor.
+            size: Ranks of the group.
+            stride: Distance between two of them.
+            messages: Number of parts, one after another, that the tensor is gathered in. Default: 1.
+        """
+        if size == 1:
+            return 0.0
+        return messages * self._time_ring(nbytes / messages, size, stride, rounds=1)
 
     def _time_ring(self, nbytes: float, size: int, stride: int, *, rounds: int) -> float:
         members = self.find_members(size, stride)

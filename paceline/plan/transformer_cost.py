@@ -191,7 +191,13 @@ def price_layout(
     # The rank with the most parameters has the longest sum of gradients and optimizer.
     held = max(count_stage_parameters(model, layout, rank) for rank in {0, p - 1})
     gradients, sent = _price_gradients(
-        cluster, layout, traits, held, micro_batches=n, last_seconds=busy / n
+        cluster,
+        layout,
+        traits,
+        held,
+        layers=max(1, int(layers)),
+        micro_batches=n,
+        last_seconds=busy / n,
     )
     if model.tied and p > 1:
         # The first and the last rank sum the gradients of the matrix that both have.
@@ -225,6 +231,7 @@ def _price_gradients(
     traits: FrameworkTraits,
     held: float,
     *,
+    layers: int,
     micro_batches: int,
     last_seconds: float,
 ) -> tuple[float, tuple[float, float]]:
@@ -235,6 +242,7 @@ def _price_gradients(
         layout: The layout.
         traits: How the framework trains.
         held: Parameters of the device.
+        layers: Layers of the device. With sharding 3 each is gathered by itself.
         micro_batches: Micro-batches of a step.
         last_seconds: Seconds of one micro-batch. Two thirds of them are its backward.
     """
@@ -242,8 +250,9 @@ def _price_gradients(
     if d == 1:
         return 0.0, (0.0, 0.0)
     gradients, parameters = held * traits.states.gradients, held * traits.states.parameters
-    scatter = cluster.time_all_gather(gradients, d, stride)
-    gather = cluster.time_all_gather(parameters, d, stride)
+    messages = layers if layout.sharding > 2 else 1
+    scatter = cluster.time_all_gather(gradients, d, stride, messages=messages)
+    gather = cluster.time_all_gather(parameters, d, stride, messages=messages)
     sent = [cluster.count_sent_bytes(x, d, stride, rounds=1) for x in (gradients, parameters)]
     # How often gradients and parameters go round, and the backward beside which that is done.
     times, beside = (2.0, 0.0), last_seconds * 2 / 3

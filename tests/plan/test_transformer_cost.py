@@ -145,6 +145,18 @@ def test_sharding_divides_the_optimizer() -> None:
     assert shared.optimizer * 8 == pytest.approx(whole.optimizer)
 
 
+def test_parameters_that_are_sharded_are_gathered_layer_by_layer() -> None:
+    layout = ParallelLayout(data=32, micro_batch=2, sharding=3)
+    late = replace(CLUSTER, between=LinkSpeed(1e-3, 50e9))
+    none = FrameworkTraits(overlap=0.0)
+    more = (
+        price_layout(MODEL, late, layout, none).gradients
+        - price_layout(MODEL, CLUSTER, layout, none).gradients
+    )
+    # Twice parameters and once gradients, in as many parts as there are layers, over four hosts.
+    assert more == pytest.approx(3 * MODEL.layers * 4 * (1e-3 - 1e-5))
+
+
 def test_an_impossible_layout_is_refused() -> None:
     with pytest.raises(UsageError, match="heads"):
         price_layout(MODEL, CLUSTER, ParallelLayout(32))
