@@ -59,7 +59,7 @@ BUDGET: dict[str, int] = {
     "notebook": 540,
     "observe": 4900,
     "parallel": 8930,
-    "plan": 1070,
+    "plan": 1080,
     "prepare": 2280,
     "record": 4360,
     "replicas": 740,

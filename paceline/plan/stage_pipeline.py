@@ -154,7 +154,7 @@ def _run_schedule(schedule: _CompiledSchedule, times: StageSeconds) -> float:
     add, transfer = available.append, times.transfer
     # Messages of a lane leave one after another. That only matters if one takes longer than what
     # the rank computes until the next.
-    queued = transfer > min(min(times.forwards), min(times.inputs))
+    queued = transfer > min(*times.forwards, *times.inputs)
     for rank, kind, stage, needs, lane in schedule.steps:
         start = clock[rank]
         if needs >= 0 and available[needs] > start:

@@ -105,7 +105,8 @@ def time_stages(
     transfer = 0.0
     if layout.pipeline > 1:
         nbytes = count_hidden_bytes(model, layout.micro_batch)
-        transfer = cluster.time_send(nbytes, layout.tensor * layout.data, layout.tensor)
+        stride = layout.tensor * layout.data
+        transfer = cluster.time_send(nbytes, layout.pipeline, stride, layout.tensor)
         transfer += traits.message_seconds
     # A device that sends before it computes on is busy for that time.
     sending = 0.0 if traits.overlap_sends else transfer
@@ -120,6 +121,10 @@ def time_stages(
     inputs[-1] += last.input_seconds
     weights[0] += first.weight_seconds
     weights[-1] += last.weight_seconds
+    if layout.schedule == "zbv" and layout.pipeline > 1:
+        # The tip of the V sends to itself.
+        forwards[layout.pipeline - 1] -= sending
+        inputs[layout.pipeline] -= sending
     return StageSeconds(tuple(forwards), tuple(inputs), tuple(weights), transfer - sending)
 
 
@@ -189,7 +194,7 @@ def price_layout(
     sums = n * layers * sum(_time_layer_sums(model, cluster, layout, traits))
     again = n * layers * _time_layout_layer(model, cluster, layout, traits).again_seconds
     # The rank with the most parameters has the longest sum of gradients and optimizer.
-    held = max(count_stage_parameters(model, layout, rank) for rank in {0, p - 1})
+    held = max(count_stage_parameters(model, layout, rank) for rank in {0, min(1, p - 1), p - 1})
     gradients, sent = _price_gradients(
         cluster,
         layout,
@@ -280,8 +285,8 @@ def _count_messages(
     if layout.pipeline > 1:
         # To the next stage and back, for each stage on the device.
         sent = 2 * n * layout.chunks * nbytes / layout.tensor
-        if layout.tensor * layout.data < cluster.devices_per_host:
-            within += sent
-        else:
+        if cluster.crosses_hosts(layout.pipeline, layout.tensor * layout.data):
             between += sent
+        else:
+            within += sent
     return within, between

@@ -122,6 +122,24 @@ def test_traits_change_the_price() -> None:
     assert price(states=StateBytes(gradients=4)) > seconds
 
 
+@pytest.mark.parametrize(
+    ("layout", "sends"),
+    [
+        (ParallelLayout(1, 4, 8), 3),
+        (ParallelLayout(1, 4, 8, 1, "interleaved", 2), 7),
+        (ParallelLayout(1, 4, 8, 1, "zbv", 2), 6),  # the tip of the V sends to itself
+    ],
+    ids=lambda one: getattr(one, "schedule", ""),
+)
+def test_sends_that_are_waited_for(layout: ParallelLayout, sends: int) -> None:
+    waiting = time_stages(MODEL, CLUSTER, layout, FrameworkTraits(overlap_sends=False))
+    beside = time_stages(MODEL, CLUSTER, layout)
+    assert waiting.transfer == 0 < beside.transfer
+    for row in ("forwards", "inputs"):
+        more = sum(getattr(waiting, row)) - sum(getattr(beside, row))
+        assert more == pytest.approx(sends * beside.transfer)
+
+
 def test_bytes_sent() -> None:
     nbytes = 2 * MODEL.sequence * MODEL.hidden * 4
     alone = price_layout(MODEL, CLUSTER, ParallelLayout(8, 1, 1, 4))
