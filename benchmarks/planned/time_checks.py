@@ -223,7 +223,7 @@ def _compute_bubble_rate(
         (layer.forward_seconds * each,) * stages,
         (layer.input_seconds * each,) * stages,
         (layer.weight_seconds * each,) * stages,
-        MEGATRON_2023.message_seconds + cluster.time_send(nbytes, 1, 1),
+        MEGATRON_2023.message_seconds + cluster.time_send(nbytes, layout.pipeline, 1, 1),
     )
     n = layout.count_micro_batches(model)
     return time_pipeline(layout.schedule, layout.pipeline, n, layout.chunks, times)[1]

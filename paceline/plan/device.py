@@ -146,9 +146,18 @@ class DeviceCluster:
             return 0.0
         return self._time_ring(nbytes, size, stride, rounds=2)
 
-    def time_all_gather(self, nbytes: float, size: int, stride: int) -> float:
-        """Seconds in which each rank gets the whole tensor of `nbytes`; so has a reduce-scatter."""
-        return 0.0 if size == 1 else self._time_ring(nbytes, size, stride, rounds=1)
+    def time_all_gather(self, nbytes: float, size: int, stride: int, *, messages: int = 1) -> float:
+        """Seconds in which each rank gets the whole of a tensor. A reduce-scatter takes as long.
+
+        Args:
+            nbytes: Bytes of the tensor.
+            size: Ranks of the group.
+            stride: Distance between two of them.
+            messages: Number of parts in which the tensor is gathered. Default: 1.
+        """
+        if size == 1:
+            return 0.0
+        return messages * self._time_ring(nbytes / messages, size, stride, rounds=1)
 
     def _time_ring(self, nbytes: float, size: int, stride: int, *, rounds: int) -> float:
         members = self.find_members(size, stride)
@@ -173,16 +182,27 @@ class DeviceCluster:
         outside = 0.0 if members >= size else sent / members
         return sent - outside, outside
 
-    def time_send(self, nbytes: float, stride: int, lanes: int) -> float:
-        """Seconds in which `nbytes` get from one stage to the next, `stride` ranks farther.
+    def crosses_hosts(self, stages: int, stride: int) -> bool:
+        """Whether some of the messages between `stages` ranks, `stride` apart, leave a host."""
+        return stages * stride > self.devices_per_host
+
+    def time_send(self, nbytes: float, stages: int, stride: int, lanes: int) -> float:
+        """Seconds in which a tensor gets from one stage to the next, for the slowest of them.
 
         The `lanes` workers along `tensor` have the same tensor. Each sends a part of it to another
         host, and the parts are gathered there (Narayanan et al. 2021, section 4.1).
+
+        Args:
+            nbytes: Bytes of the tensor.
+            stages: Ranks along the pipeline.
+            stride: Distance between two of them.
+            lanes: Workers along `tensor`.
         """
         inside, between = self.device.within, self.between
-        if stride < self.devices_per_host:
+        if not self.crosses_hosts(stages, stride):
             return inside.latency_seconds + nbytes / inside.bytes_per_second
-        share = between.bytes_per_second / self.devices_per_host
+        # As many devices of a host send to the next stage as there are between two stages.
+        share = between.bytes_per_second / min(stride, self.devices_per_host)
         gather = self.time_all_gather(nbytes, lanes, 1)
         return between.latency_seconds + nbytes / lanes / share + gather
 

@@ -152,13 +152,18 @@ def _run_schedule(schedule: _CompiledSchedule, times: StageSeconds) -> float:
     clock, free = [0.0] * schedule.ranks, [0.0] * schedule.lanes
     available: list[float] = []
     add, transfer = available.append, times.transfer
+    # Messages of a lane leave one after another. That only matters if one takes longer than what
+    # the rank computes until the next.
+    queued = transfer > min(*times.forwards, *times.inputs)
     for rank, kind, stage, needs, lane in schedule.steps:
         start = clock[rank]
         if needs >= 0 and available[needs] > start:
             start = available[needs]
         end = clock[rank] = start + seconds[kind][stage]
         if lane >= 0:
-            # Messages of a lane leave one after another.
-            end = free[lane] = max(end, free[lane]) + transfer
+            if queued:
+                end = max(end, free[lane])
+                free[lane] = end + transfer
+            end += transfer
         add(end)
     return max(clock)

@@ -105,7 +105,8 @@ def time_stages(
     transfer = 0.0
     if layout.pipeline > 1:
         nbytes = count_hidden_bytes(model, layout.micro_batch)
-        transfer = cluster.time_send(nbytes, layout.tensor * layout.data, layout.tensor)
+        stride = layout.tensor * layout.data
+        transfer = cluster.time_send(nbytes, layout.pipeline, stride, layout.tensor)
         transfer += traits.message_seconds
     # A device that sends before it computes on is busy for that time.
     sending = 0.0 if traits.overlap_sends else transfer
@@ -120,6 +121,10 @@ def time_stages(
     inputs[-1] += last.input_seconds
     weights[0] += first.weight_seconds
     weights[-1] += last.weight_seconds
+    if layout.schedule == "zbv" and layout.pipeline > 1:
+        # The tip of the V sends to itself.
+        forwards[layout.pipeline - 1] -= sending
+        inputs[layout.pipeline] -= sending
     return StageSeconds(tuple(forwards), tuple(inputs), tuple(weights), transfer - sending)
 
 
@@ -189,9 +194,15 @@ def price_layout(
     sums = n * layers * sum(_time_layer_sums(model, cluster, layout, traits))
     again = n * layers * _time_layout_layer(model, cluster, layout, traits).again_seconds
     # The rank with the most parameters has the longest sum of gradients and optimizer.
-    held = max(count_stage_parameters(model, layout, rank) for rank in {0, p - 1})
+    held = max(count_stage_parameters(model, layout, rank) for rank in {0, min(1, p - 1), p - 1})
     gradients, sent = _price_gradients(
-        cluster, layout, traits, held, micro_batches=n, last_seconds=busy / n
+        cluster,
+        layout,
+        traits,
+        held,
+        layers=max(1, int(layers)),
+        micro_batches=n,
+        last_seconds=busy / n,
     )
     if model.tied and p > 1:
         # The first and the last rank sum the gradients of the matrix that both have.
@@ -225,6 +236,7 @@ def _price_gradients(
     traits: FrameworkTraits,
     held: float,
     *,
+    layers: int,
     micro_batches: int,
     last_seconds: float,
 ) -> tuple[float, tuple[float, float]]:
@@ -235,6 +247,7 @@ def _price_gradients(
         layout: The layout.
         traits: How the framework trains.
         held: Parameters of the device.
+        layers: Layers of the device. With sharding 3 each is gathered by itself.
         micro_batches: Micro-batches of a step.
         last_seconds: Seconds of one micro-batch. Two thirds of them are its backward.
     """
@@ -242,8 +255,9 @@ def _price_gradients(
     if d == 1:
         return 0.0, (0.0, 0.0)
     gradients, parameters = held * traits.states.gradients, held * traits.states.parameters
-    scatter = cluster.time_all_gather(gradients, d, stride)
-    gather = cluster.time_all_gather(parameters, d, stride)
+    messages = layers if layout.sharding > 2 else 1
+    scatter = cluster.time_all_gather(gradients, d, stride, messages=messages)
+    gather = cluster.time_all_gather(parameters, d, stride, messages=messages)
     sent = [cluster.count_sent_bytes(x, d, stride, rounds=1) for x in (gradients, parameters)]
     # How often gradients and parameters go round, and the backward beside which that is done.
     times, beside = (2.0, 0.0), last_seconds * 2 / 3
@@ -271,8 +285,8 @@ def _count_messages(
     if layout.pipeline > 1:
         # To the next stage and back, for each stage on the device.
         sent = 2 * n * layout.chunks * nbytes / layout.tensor
-        if layout.tensor * layout.data < cluster.devices_per_host:
-            within += sent
-        else:
+        if cluster.crosses_hosts(layout.pipeline, layout.tensor * layout.data):
             between += sent
+        else:
+            within += sent
     return within, between

@@ -15,6 +15,7 @@ from benchmarks.planned.fit import EACH, TABLE, fit_numbers, rate_numbers
 from benchmarks.planned.readers import read_layouts, read_vtrain
 from benchmarks.planned.scores import Verdict, kendall_tau, mean_error, predict_trivially
 from benchmarks.planned.tables import check_folder, read_folder
+from paceline.plan.layouts import TYPICAL_ERROR
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PUBLISHED = FOLDER / "published"
@@ -54,6 +55,13 @@ def test_the_trivial_planner_is_worse(verdicts: dict[tuple[str, str], Verdict]) 
     for (_, what), one in verdicts.items():
         if what == "mean error of seconds":
             assert float(one.trivial.rstrip("%")) > float(one.ours.rstrip("%"))
+
+
+def test_the_uncertainty_is_about_the_error_on_one_host(
+    verdicts: dict[tuple[str, str], Verdict],
+) -> None:
+    one = verdicts["vtrain_single_node_a100_hidden1024", "mean error of seconds"]
+    assert float(one.ours.rstrip("%")) == pytest.approx(100 * TYPICAL_ERROR, abs=1)
 
 
 def test_layouts_that_ran_fit_into_their_devices() -> None:

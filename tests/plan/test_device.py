@@ -95,10 +95,13 @@ def test_bytes_sent_within_and_between_hosts() -> None:
 
 
 def test_messages_between_stages() -> None:
-    near, far = CLUSTER.time_send(1e9, 4, 1), CLUSTER.time_send(1e9, 8, 1)
+    near, far = CLUSTER.time_send(1e9, 2, 4, 1), CLUSTER.time_send(1e9, 2, 8, 1)
     assert near < far
     # Eight lanes send an eighth each.
-    assert CLUSTER.time_send(1e9, 8, 8) < far / 4
+    assert CLUSTER.time_send(1e9, 2, 8, 8) < far / 4
+    # The slowest of all messages counts, and it has the link to itself.
+    assert near < CLUSTER.time_send(1e9, 16, 1, 1) < far / 4
+    assert CLUSTER.crosses_hosts(16, 1) and not CLUSTER.crosses_hosts(8, 1)
 
 
 def test_more_bandwidth_is_never_slower() -> None:

@@ -83,4 +83,5 @@ def test_a_score_has_all_that_a_reader_asks_for() -> None:
         "optimizer",
     }
     assert all(share > 0 for share in scored.shares.values())
+    assert 0 < scored.uncertainty < scored.seconds
     assert scored.cost.sent_within > 0 and scored.memory.total > 0

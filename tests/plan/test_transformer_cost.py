@@ -122,6 +122,24 @@ def test_traits_change_the_price() -> None:
     assert price(states=StateBytes(gradients=4)) > seconds
 
 
+@pytest.mark.parametrize(
+    ("layout", "sends"),
+    [
+        (ParallelLayout(1, 4, 8), 3),
+        (ParallelLayout(1, 4, 8, 1, "interleaved", 2), 7),
+        (ParallelLayout(1, 4, 8, 1, "zbv", 2), 6),  # the tip of the V sends to itself
+    ],
+    ids=lambda one: getattr(one, "schedule", ""),
+)
+def test_sends_that_are_waited_for(layout: ParallelLayout, sends: int) -> None:
+    waiting = time_stages(MODEL, CLUSTER, layout, FrameworkTraits(overlap_sends=False))
+    beside = time_stages(MODEL, CLUSTER, layout)
+    assert waiting.transfer == 0 < beside.transfer
+    for row in ("forwards", "inputs"):
+        more = sum(getattr(waiting, row)) - sum(getattr(beside, row))
+        assert more == pytest.approx(sends * beside.transfer)
+
+
 def test_bytes_sent() -> None:
     nbytes = 2 * MODEL.sequence * MODEL.hidden * 4
     alone = price_layout(MODEL, CLUSTER, ParallelLayout(8, 1, 1, 4))
@@ -143,6 +161,18 @@ def test_sharding_divides_the_optimizer() -> None:
     whole = price_layout(MODEL, CLUSTER, ParallelLayout(data=8, micro_batch=4))
     shared = price_layout(MODEL, CLUSTER, ParallelLayout(data=8, micro_batch=4, sharding=1))
     assert shared.optimizer * 8 == pytest.approx(whole.optimizer)
+
+
+def test_parameters_that_are_sharded_are_gathered_layer_by_layer() -> None:
+    layout = ParallelLayout(data=32, micro_batch=2, sharding=3)
+    late = replace(CLUSTER, between=LinkSpeed(1e-3, 50e9))
+    none = FrameworkTraits(overlap=0.0)
+    more = (
+        price_layout(MODEL, late, layout, none).gradients
+        - price_layout(MODEL, CLUSTER, layout, none).gradients
+    )
+    # Twice parameters and once gradients, in as many parts as there are layers, over four hosts.
+    assert more == pytest.approx(3 * MODEL.layers * 4 * (1e-3 - 1e-5))
 
 
 def test_an_impossible_layout_is_refused() -> None:
