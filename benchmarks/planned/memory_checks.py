@@ -8,9 +8,13 @@ from pathlib import Path
 
 from benchmarks.planned.readers import read_rows
 from benchmarks.planned.scores import Verdict
-from paceline.plan.parallel_layout import ParallelLayout
-from paceline.plan.transformer import Transformer
-from paceline.plan.transformer_memory import StateBytes, count_activations, count_state_bytes
+from paceline.plan.transformers.parallel_layout import ParallelLayout
+from paceline.plan.transformers.transformer import Transformer
+from paceline.plan.transformers.transformer_memory import (
+    StateBytes,
+    count_activations,
+    count_state_bytes,
+)
 
 SHARDING = {"Pos": 1, "Pos+g": 2, "Pos+g+p": 3}
 # Torchgpipe's AmoebaNet (docs/benchmarks.rst, after GPipe's table 1): a parameter, its gradient and

@@ -17,10 +17,10 @@ from benchmarks.planned.rows import (
     MeasuredLayout,
     make_cluster,
 )
-from paceline.plan.device import DeviceCluster
-from paceline.plan.parallel_layout import ParallelLayout, check_layout
-from paceline.plan.transformer import Transformer
-from paceline.plan.transformer_cost import FrameworkTraits
+from paceline.plan.transformers.device import DeviceCluster
+from paceline.plan.transformers.parallel_layout import ParallelLayout, check_layout
+from paceline.plan.transformers.transformer import Transformer
+from paceline.plan.transformers.transformer_cost import FrameworkTraits
 
 Row = Mapping[str, str]
 

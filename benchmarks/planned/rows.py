@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.comm.schedule import LinkSpeed
-from paceline.plan.device import DeviceCluster, find_accelerator
-from paceline.plan.layouts import ScoredLayout, score_layout
-from paceline.plan.parallel_layout import ParallelLayout
-from paceline.plan.transformer import Transformer
-from paceline.plan.transformer_cost import FrameworkTraits
-from paceline.plan.transformer_memory import StateBytes
+from paceline.plan.transformers.device import DeviceCluster, find_accelerator
+from paceline.plan.transformers.layouts import ScoredLayout, score_layout
+from paceline.plan.transformers.parallel_layout import ParallelLayout
+from paceline.plan.transformers.transformer import Transformer
+from paceline.plan.transformers.transformer_cost import FrameworkTraits
+from paceline.plan.transformers.transformer_memory import StateBytes
 
 # How frameworks trained when the measurements were made. Nothing here is fitted to iteration times.
 #

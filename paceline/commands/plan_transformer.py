@@ -13,9 +13,9 @@ import typer
 
 from paceline.errors import UsageError
 from paceline.formatting import format_bytes
-from paceline.plan.device import DeviceCluster, read_device_cluster
-from paceline.plan.layouts import ScoredLayout, plan_transformer
-from paceline.plan.transformer import read_transformer
+from paceline.plan.transformers.device import DeviceCluster, read_device_cluster
+from paceline.plan.transformers.layouts import ScoredLayout, plan_transformer
+from paceline.plan.transformers.transformer import read_transformer
 
 COLUMNS: Final = (
     "layout",

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.formatting import describe_unknown_choice
-from paceline.plan.toml_tables import check_number, read_toml_table
+from paceline.plan.transformers.toml_tables import check_number, read_toml_table
 
 HALF = 2  # bytes of a value in half precision
 

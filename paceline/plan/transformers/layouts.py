@@ -12,16 +12,20 @@ from functools import lru_cache
 from typing import get_args
 
 from paceline.errors import UsageError
-from paceline.plan.device import DeviceCluster
-from paceline.plan.parallel_layout import ParallelLayout, Recompute, explain_impossible
-from paceline.plan.transformer import Transformer
-from paceline.plan.transformer_cost import (
+from paceline.plan.transformers.device import DeviceCluster
+from paceline.plan.transformers.parallel_layout import ParallelLayout, Recompute, explain_impossible
+from paceline.plan.transformers.transformer import Transformer
+from paceline.plan.transformers.transformer_cost import (
     DEFAULT_TRAITS,
     FrameworkTraits,
     StepCost,
     price_layout,
 )
-from paceline.plan.transformer_memory import DeviceMemory, count_device_memory, fits_cluster
+from paceline.plan.transformers.transformer_memory import (
+    DeviceMemory,
+    count_device_memory,
+    fits_cluster,
+)
 
 # Schedules that are tried, with their stages on each worker.
 TRIED_SCHEDULES = (

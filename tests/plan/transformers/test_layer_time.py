@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.device import find_accelerator
-from paceline.plan.layer_time import LayerSeconds, time_edges, time_layer
-from paceline.plan.transformer import Transformer, list_layer_matmuls
+from paceline.plan.transformers.device import find_accelerator
+from paceline.plan.transformers.layer_time import LayerSeconds, time_edges, time_layer
+from paceline.plan.transformers.transformer import Transformer, list_layer_matmuls
 
 MODEL = Transformer(6144, 48, 64, 2048, 51200, 4)
 A100 = find_accelerator("a100-80gb")

@@ -10,16 +10,16 @@ from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.parallel.pipelining.simulate import StageTimes, simulate_schedule
-from paceline.plan.device import DeviceCluster, find_accelerator
-from paceline.plan.parallel_layout import ParallelLayout
-from paceline.plan.transformer import Transformer
-from paceline.plan.transformer_cost import (
+from paceline.plan.transformers.device import DeviceCluster, find_accelerator
+from paceline.plan.transformers.parallel_layout import ParallelLayout
+from paceline.plan.transformers.transformer import Transformer
+from paceline.plan.transformers.transformer_cost import (
     FrameworkTraits,
     StepCost,
     price_layout,
     time_stages,
 )
-from paceline.plan.transformer_memory import StateBytes
+from paceline.plan.transformers.transformer_memory import StateBytes
 
 MODEL = Transformer(2048, 24, 16, 1024, 51200, global_batch=64)
 CLUSTER = DeviceCluster(find_accelerator("a100-80gb"), 8, 4, LinkSpeed(1e-5, 50e9))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.plan.device import DeviceCluster
-from paceline.plan.parallel_layout import ParallelLayout, deal_layers, list_rank_stages
-from paceline.plan.stage_pipeline import count_kept_stages
-from paceline.plan.transformer import HALF, Transformer, count_hidden_bytes
+from paceline.plan.transformers.device import DeviceCluster
+from paceline.plan.transformers.parallel_layout import ParallelLayout, deal_layers, list_rank_stages
+from paceline.plan.transformers.stage_pipeline import count_kept_stages
+from paceline.plan.transformers.transformer import HALF, Transformer, count_hidden_bytes
 
 # What a process has on a device before the first tensor: the driver's context, kernels, buffers of
 # collectives. And the share of the memory that an allocator can't use because of gaps.

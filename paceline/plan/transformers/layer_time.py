@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paceline.plan.device import Accelerator
-from paceline.plan.parallel_layout import Recompute
-from paceline.plan.transformer import (
+from paceline.plan.transformers.device import Accelerator
+from paceline.plan.transformers.parallel_layout import Recompute
+from paceline.plan.transformers.transformer import (
     HALF,
     Matmul,
     Transformer,

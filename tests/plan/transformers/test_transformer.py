@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.transformer import (
+from paceline.plan.transformers.transformer import (
     Matmul,
     Transformer,
     count_hidden_bytes,

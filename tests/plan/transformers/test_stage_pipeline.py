@@ -10,7 +10,7 @@ from paceline.comm.schedule import LinkSpeed
 from paceline.parallel.pipelining.schedule import count_kept
 from paceline.parallel.pipelining.schedules import make_schedule
 from paceline.parallel.pipelining.simulate import StageTimes, simulate_schedule
-from paceline.plan.stage_pipeline import StageSeconds, count_kept_stages, time_pipeline
+from paceline.plan.transformers.stage_pipeline import StageSeconds, count_kept_stages, time_pipeline
 
 NAMES = [
     ("gpipe", 1),

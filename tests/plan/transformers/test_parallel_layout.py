@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.parallel_layout import (
+from paceline.plan.transformers.parallel_layout import (
     ParallelLayout,
     check_layout,
     deal_layers,
     explain_impossible,
     list_rank_stages,
 )
-from paceline.plan.transformer import Transformer
+from paceline.plan.transformers.transformer import Transformer
 
 MODEL = Transformer(64, 8, 4, 32, 100, global_batch=16)
 

@@ -8,10 +8,10 @@ import pytest
 
 from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
-from paceline.plan.device import DeviceCluster, find_accelerator
-from paceline.plan.layouts import list_layouts, plan_transformer, score_layout
-from paceline.plan.parallel_layout import ParallelLayout, check_layout
-from paceline.plan.transformer import Transformer
+from paceline.plan.transformers.device import DeviceCluster, find_accelerator
+from paceline.plan.transformers.layouts import list_layouts, plan_transformer, score_layout
+from paceline.plan.transformers.parallel_layout import ParallelLayout, check_layout
+from paceline.plan.transformers.transformer import Transformer
 
 MODEL = Transformer(1024, 8, 8, 512, 32768, global_batch=32, name="small")
 CLUSTER = DeviceCluster(find_accelerator("a100-40gb"), 4, 2, LinkSpeed(1e-5, 10e9))

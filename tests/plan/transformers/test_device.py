@@ -10,13 +10,13 @@ import pytest
 from benchmarks.planned.readers import read_rows
 from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
-from paceline.plan.device import (
+from paceline.plan.transformers.device import (
     ACCELERATORS,
     DeviceCluster,
     find_accelerator,
     read_device_cluster,
 )
-from paceline.plan.transformer import Matmul
+from paceline.plan.transformers.transformer import Matmul
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
 A100 = find_accelerator("a100-80gb")

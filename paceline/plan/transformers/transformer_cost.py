@@ -15,17 +15,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.plan.device import DeviceCluster
-from paceline.plan.layer_time import LayerSeconds, time_edges, time_layer
-from paceline.plan.parallel_layout import (
+from paceline.plan.transformers.device import DeviceCluster
+from paceline.plan.transformers.layer_time import LayerSeconds, time_edges, time_layer
+from paceline.plan.transformers.parallel_layout import (
     ParallelLayout,
     check_layout,
     deal_layers,
     list_rank_stages,
 )
-from paceline.plan.stage_pipeline import StageSeconds, time_pipeline
-from paceline.plan.transformer import Transformer, count_hidden_bytes
-from paceline.plan.transformer_memory import MIXED_PRECISION, StateBytes, count_stage_parameters
+from paceline.plan.transformers.stage_pipeline import StageSeconds, time_pipeline
+from paceline.plan.transformers.transformer import Transformer, count_hidden_bytes
+from paceline.plan.transformers.transformer_memory import (
+    MIXED_PRECISION,
+    StateBytes,
+    count_stage_parameters,
+)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from pathlib import Path
 from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
 from paceline.formatting import format_choices
-from paceline.plan.toml_tables import check_number, read_toml_table
-from paceline.plan.transformer import HALF, Matmul
+from paceline.plan.transformers.toml_tables import check_number, read_toml_table
+from paceline.plan.transformers.transformer import HALF, Matmul
 
 # Rows and columns of the tiles that libraries of matrix products choose from, and the share of the
 # processor's speed that a tile reaches: a small one reads its inputs more often.

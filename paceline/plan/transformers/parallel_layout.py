@@ -8,7 +8,7 @@ from typing import Literal
 from paceline.errors import UsageError
 from paceline.formatting import describe_unknown_choice
 from paceline.parallel.pipelining.schedules import CHUNKED_SCHEDULES, FIXED_SCHEDULES
-from paceline.plan.transformer import Transformer
+from paceline.plan.transformers.transformer import Transformer
 
 Recompute = Literal["none", "selective", "full"]
 """What the backward computes again: nothing; the scores of the attention; whole layers."""

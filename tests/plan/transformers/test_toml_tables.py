@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.toml_tables import check_number, read_toml_table
+from paceline.plan.transformers.toml_tables import check_number, read_toml_table
 
 
 def test_a_table_is_read(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from paceline.comm.schedule import LinkSpeed
-from paceline.plan.device import DeviceCluster, find_accelerator
-from paceline.plan.parallel_layout import ParallelLayout
-from paceline.plan.transformer import Transformer
-from paceline.plan.transformer_memory import (
+from paceline.plan.transformers.device import DeviceCluster, find_accelerator
+from paceline.plan.transformers.parallel_layout import ParallelLayout
+from paceline.plan.transformers.transformer import Transformer
+from paceline.plan.transformers.transformer_memory import (
     DeviceMemory,
     StateBytes,
     count_activations,
