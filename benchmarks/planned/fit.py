@@ -4,7 +4,8 @@
 
 Three numbers are fitted: the share of the memory's bandwidth that kernels other than products
 reach, the seconds in which the host launches a kernel, and how much longer products with odd rows
-take. The rows are each 24th one of the file. The results stand in `paceline/plan/transformers/device.py`.
+take. The rows are each 24th one of the file. The results stand in
+`paceline/plan/transformers/device.py`.
 """
 
 from __future__ import annotations

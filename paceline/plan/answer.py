@@ -13,7 +13,7 @@ from paceline.plan.candidates import Candidate, list_candidates
 from paceline.plan.model_profile import ModelProfile
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.planned_cluster import PlannedCluster
-from paceline.plan.search import PricedCandidate, Turning
+from paceline.plan.search import PlanTurning, PricedCandidate
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Plan:
     best: PricedCandidate
     alone: PricedCandidate
     together: PricedCandidate
-    turnings: tuple[Turning, ...]
+    turnings: tuple[PlanTurning, ...]
     correction: float = 1.0
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.formatting import format_bytes
-from paceline.plan.search import CLEAR_GAIN, PricedCandidate, Turning
+from paceline.plan.search import CLEAR_GAIN, PlanTurning, PricedCandidate
 
 COLUMNS = (
     "way",
@@ -112,7 +112,7 @@ def make_rows(shown: Sequence[PricedCandidate], alone: PricedCandidate) -> list[
     ]
 
 
-def explain_turnings(turnings: Sequence[Turning]) -> list[str]:
+def explain_turnings(turnings: Sequence[PlanTurning]) -> list[str]:
     """Say what would change the answer, a line for each change."""
     return [
         f"With {turning.what}, the fastest way would be: {turning.best.candidate.describe()} "

@@ -217,7 +217,7 @@ def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:
 
 
 @dataclass(frozen=True)
-class Turning:
+class PlanTurning:
     """A change of the cluster or of the batch with which another way is the fastest.
 
     Attributes:
@@ -236,9 +236,9 @@ def find_turnings(
     *,
     lossy: bool,
     describe_link: Callable[[float], str],
-) -> list[Turning]:
+) -> list[PlanTurning]:
     """Find the nearest link speed, slower and faster, at which another way wins."""
-    turnings: list[Turning] = []
+    turnings: list[PlanTurning] = []
     if len(cluster.hosts) < 2:
         return turnings
     rate = min(min(host.up.bytes_per_second, host.down.bytes_per_second) for host in cluster.hosts)
@@ -252,7 +252,7 @@ def find_turnings(
             other = find_best(factor)
             if is_another_way(other, best):
                 what = f"a link of {describe_link(rate * factor)} between hosts"
-                turnings.append(Turning(what, other))
+                turnings.append(PlanTurning(what, other))
                 break
     return turnings
 

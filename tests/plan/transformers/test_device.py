@@ -18,7 +18,7 @@ from paceline.plan.transformers.device import (
 )
 from paceline.plan.transformers.transformer import Matmul
 
-PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published"
+PUBLISHED = Path(__file__).parents[3] / "benchmarks" / "published"
 A100 = find_accelerator("a100-80gb")
 CLUSTER = DeviceCluster(A100, 8, 4, LinkSpeed(1e-5, 80e9))
 SOURCE = '[cluster]\ndevice = "a100-80gb"\ndevices_per_host = 8\nhosts = 4\nbetween_gbit = 640\n'
