@@ -118,6 +118,9 @@ class ModelProfile:
         global_batch: Samples of a step of all workers together.
         gradients: Trained parameters, in the order of their gradients.
         state_bytes: Bytes of parameters and buffers, of gradients, and of optimizer state.
+        base_bytes: Bytes of the process without the model: Python, libraries, and data.
+        peak_bytes: Most bytes of the process while it trained with the whole batch. 0: not
+            measured.
         conditions: What was measured, a condition at a time.
     """
 
@@ -127,6 +130,8 @@ class ModelProfile:
     global_batch: int
     gradients: tuple[GradientProfile, ...]
     state_bytes: tuple[int, int, int]
+    base_bytes: int
+    peak_bytes: int
     conditions: tuple[MeasuredCondition, ...]
 
     @property
@@ -141,6 +146,12 @@ class ModelProfile:
             each.flops * max(1.0, each.processes * each.threads / self.cores) / each.threads
             for each in self.conditions
         )
+
+    @property
+    def passing_bytes(self) -> float:
+        """Bytes that a step needs for a short time, besides states and activations."""
+        activations = self.conditions[0].predict_step(self.global_batch).activation_bytes
+        return max(0.0, self.peak_bytes - self.base_bytes - sum(self.state_bytes) - activations)
 
     def find_condition(self, processes: int, threads: int) -> MeasuredCondition:
         """Find the condition that is most like the asked one."""
@@ -170,6 +181,8 @@ def parse_profile(text: str, source: str = "the text") -> ModelProfile:
             int(content["global_batch"]),
             tuple(GradientProfile(*each) for each in content["gradients"]),
             tuple(content["state_bytes"]),
+            int(content["base_bytes"]),
+            int(content["peak_bytes"]),
             tuple(_make_condition(each) for each in content["conditions"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

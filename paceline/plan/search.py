@@ -35,7 +35,8 @@ class PricedCandidate:
         step: The simulated step.
         samples_per_second: Of all workers together.
         uncertainty: Range of the prediction, as a part of it: 0.1 is from 0.9 to 1.1 times.
-        state_bytes: Bytes that each worker holds from step to step: states and buckets.
+        state_bytes: Bytes that each worker needs whatever its share is: the process, states,
+            buckets, and what a step needs for a short time.
         activation_bytes: Bytes that autograd keeps on the worker with the largest share.
         shares: Part of the global batch of each worker.
     """
@@ -213,7 +214,8 @@ def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:
         gradients /= count if candidate.zero > 1 else 1
     # Several workers have buckets. With local SGD they keep the replica of the last round as well.
     buckets = 0 if count == 1 else 1 if candidate.every == 1 else 2
-    return parameters + gradients + optimizer + buckets * profile.trained_bytes
+    states = parameters + gradients + optimizer + buckets * profile.trained_bytes
+    return profile.base_bytes + profile.passing_bytes + states
 
 
 @dataclass(frozen=True)

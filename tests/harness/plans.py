@@ -53,6 +53,8 @@ def make_profile(
         BATCH,
         gradients,
         (nbytes, nbytes, 2 * nbytes),
+        0,
+        0,
         tuple(conditions) or (make_condition(), make_condition(2)),
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import statistics
 import time
 from collections.abc import Mapping
@@ -36,7 +37,12 @@ from paceline.plan.model_profile import (
     format_profile,
 )
 from paceline.prepare.registry import Prepared
-from paceline.record.held_memory import predict_optimizer_nbytes, predict_parameters, tensor_nbytes
+from paceline.record.held_memory import (
+    peak_nbytes,
+    predict_optimizer_nbytes,
+    predict_parameters,
+    tensor_nbytes,
+)
 from paceline.unequal.probe.compute import (
     choose_matrix_length,
     make_copy_pair,
@@ -132,6 +138,8 @@ class StepProfiler:
         self._kept: dict[int, int] = {}
         self._keeping = ExitStack()
         self._parameter_storages: set[int] = set()
+        # Of the process: when training begins, and at most in the steps before the first phase.
+        self._base_bytes = self._peak_bytes = 0
         self._flops = self._copied = self._attended = 0.0
 
     # ---- observers of the loop
@@ -161,6 +169,7 @@ class StepProfiler:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._note_gradient)
+        self._base_bytes = _read_resident_bytes()
         self._now.ended = time.perf_counter()
 
     def note_first_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -258,6 +267,8 @@ class StepProfiler:
 
     def _begin_measuring(self) -> None:
         """Meet the other processes, measure this one's speed, and begin the first phase."""
+        # Steps with the whole batch are done, and nothing was measured yet that needs memory.
+        self._peak_bytes = peak_nbytes()
         request, batch = self._request, self._global_batch
         counts = {max(1, math.ceil(batch / part)) for part in request.parts}
         self._phases = [_Phase(count) for count in sorted(counts, reverse=True)]
@@ -331,6 +342,8 @@ class StepProfiler:
             self._global_batch,
             gradients,
             totals,
+            self._base_bytes - totals[0],
+            self._peak_bytes,
             (condition,),
         )
         request.result_file().write_text(format_profile(profile))
@@ -359,6 +372,12 @@ def _summarize_phase(phase: _Phase) -> StepTimes:
     return StepTimes(
         phase.samples, **medians, spread=spread, activation_bytes=phase.activation_bytes
     )
+
+
+def _read_resident_bytes() -> int:
+    """Read the memory of this process that is in use now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
 
 def _name_dtype(tensor: Tensor) -> str:
