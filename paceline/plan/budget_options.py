@@ -128,7 +128,9 @@ def answer_budget(arguments: BudgetArguments) -> str:
     """
     _check_numbers(arguments)
     rates = read_sample_rates(Path(arguments.plan), arguments.workers_per_server)
-    failures = parse_failures(arguments.failures, arguments.together or 1)
+    failures = parse_failures(
+        arguments.failures, 1 if arguments.together is None else arguments.together
+    )
     if arguments.together is not None and arguments.failures.lower().endswith(".csv"):
         raise UsageError("--together contradicts a trace, which says itself what fails together")
     response, assumed_times = choose_response(arguments, failures)
