@@ -21,7 +21,7 @@ from paceline.errors import UsageError
 from paceline.plan.budget import BudgetQuestion, Money, answer_question, count_servers
 from paceline.plan.budget_text import (
     Assumption,
-    RunTarget,
+    PlannedScript,
     format_answer,
     format_time,
     make_fields,
@@ -283,12 +283,12 @@ def _list_assumptions(
     return shown
 
 
-def _find_target(arguments: BudgetArguments) -> RunTarget:
+def _find_target(arguments: BudgetArguments) -> PlannedScript:
     """Find the script and the workers of a server, which a plan of `paceline plan` has."""
     content = tomllib.loads(Path(arguments.plan).read_text(encoding="utf-8"))
     script, workers = content.get("script"), content.get("workers", [1])
     count = arguments.workers_per_server
-    return RunTarget(
+    return PlannedScript(
         script if isinstance(script, str) and script else "SCRIPT",
         int(workers[0]) if count is None else count,
     )
