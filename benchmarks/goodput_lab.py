@@ -1,6 +1,6 @@
 """Kills real workers at random times, and compares the goodput with the one that was predicted.
 
-    python benchmarks/goodput_lab.py [--seconds 45] [--seed 1] [--programs] [--json]
+    python benchmarks/goodput_lab.py [--seconds 60] [--seed 1] [--programs] [--json]
 
 Three policies, each with one, two and three kills:
 
@@ -51,7 +51,7 @@ WORKERS = 4
 BATCH = 24  # samples of a step, of all workers
 SAMPLE_SECONDS = 0.02  # of a sample on one worker
 DISTURBED = 4.0  # seconds after a kill, which aren't taken for usual ones
-SAVE_STEPS = 40  # steps between two checkpoints, with policy "restart"
+SAVE_STEPS = 10  # steps between two checkpoints, with policy "restart"
 KILLS = (1, 2, 3)
 BAR = 0.05
 DRAWS = 200
@@ -432,7 +432,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=45.0, help="length of each run")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of each run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--programs", action="store_true", help="start workers as programs, which import torch"
