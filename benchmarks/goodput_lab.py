@@ -1,6 +1,6 @@
 """Kills real workers at random times, and compares the goodput with the one that was predicted.
 
-    python benchmarks/goodput_lab.py [--seconds 60] [--seed 1] [--programs] [--json]
+    python benchmarks/goodput_lab.py [--seconds 60] [--seed 1] [--policy restart] [--programs]
 
 Three policies, each with one, two and three kills:
 
@@ -245,16 +245,17 @@ def list_gaps(run: LabRun) -> list[tuple[StepMoment, StepMoment]]:
 
 
 def list_usual_gaps(run: LabRun) -> dict[int, list[float]]:
-    """List the seconds of steps by number of workers, without those around kills.
+    """List the seconds of steps by number of workers, without checkpoints, and not around kills.
 
     Slow steps count, too: the machine may have other work.
     """
     gaps: dict[int, list[float]] = {}
-    for before, after in list_gaps(run):
+    for (number, before), (_, after) in pairwise(sorted(run.steps.items())):
         is_disturbed = any(
             before.time <= kill + DISTURBED and after.time >= kill for kill in run.kills
         )
-        if before.workers == after.workers and not is_disturbed:
+        saves = bool(run.summary["saves"]) and number % SAVE_STEPS == 0
+        if before.workers == after.workers and not is_disturbed and not saves:
             gaps.setdefault(after.workers, []).append(after.time - before.time)
     return gaps
 
@@ -343,7 +344,12 @@ def measure_joins(run: LabRun) -> dict[str, float]:
 
 def measure_goodput(run: LabRun, seconds: float, rates: SampleRates) -> float:
     """Samples that count at the end, divided by those of undisturbed workers."""
-    steps = sum(moment.time <= run.began + seconds for moment in run.steps.values())
+    # Steps after the last one that was taken were lost, and the end came before they were repeated.
+    last = max(run.steps, key=lambda number: run.steps[number].time)
+    steps = sum(
+        number <= last and moment.time <= run.began + seconds
+        for number, moment in run.steps.items()
+    )
     return steps * BATCH / (seconds * rates.find_rate(WORKERS))
 
 
@@ -370,11 +376,14 @@ def draw_moments(kills: int, seconds: float, chance: random.Random) -> list[floa
     return sorted(chance.uniform(1.0, seconds - 1.0) for _ in range(kills))
 
 
-def measure_rows(out: Path, seconds: float, seed: int, *, programs: bool) -> list[dict[str, Any]]:
+def measure_rows(
+    out: Path, seconds: float, seed: int, policies: Sequence[str], *, programs: bool
+) -> list[dict[str, Any]]:
     """Run all policies with all numbers of kills. Returns the rows of the table."""
     chance = random.Random(seed)
     rows = []
-    for policy, words in POLICIES.items():
+    for policy in policies:
+        words = POLICIES[policy]
         response = measure_response(out, policy, chance, programs=programs)
         print(f"{policy}: {response}", flush=True)
         for kills in KILLS:
@@ -435,6 +444,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="length of each run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
+        "--policy", action="append", choices=[*POLICIES], help="only this one; may be repeated"
+    )
+    parser.add_argument(
         "--programs", action="store_true", help="start workers as programs, which import torch"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -449,7 +461,13 @@ def main() -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join([ROOT, os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        rows = measure_rows(Path(folder), options.seconds, options.seed, programs=options.programs)
+        rows = measure_rows(
+            Path(folder),
+            options.seconds,
+            options.seed,
+            options.policy or [*POLICIES],
+            programs=options.programs,
+        )
     order = has_right_order(rows)
     if options.json:
         print(json.dumps({"rows": rows, "order": order}, indent=2))
