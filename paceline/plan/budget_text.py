@@ -127,8 +127,10 @@ def explain_best(answer: BudgetAnswer) -> str:
     if division.copies > 1:
         parts.append(f"{division.copies} of them hold each part of the state")
         why = "the others go on after a failure, and copies cost less than restarts"
-    else:
+    elif question.max_copies > 1:
         why = "restarts cost less than copies of the state"
+    else:
+        why = "all restart after a failure"
     if division.standby:
         why += ", and a server that stands by costs less than waiting without it"
     elif division.servers > 1:

@@ -156,6 +156,13 @@ def test_what_would_change_the_answer() -> None:
     assert again.division == more.division
 
 
+def test_a_job_that_only_restarts() -> None:
+    answer = answer_question(ask(max_copies=1, failures=Failures(0.5 / DAY, "")))
+    assert {row.division.copies for row in (*answer.rows, answer.best)} == {1}
+    assert answer.best.division.standby > 0
+    assert all(turning.division.copies == 1 for turning in answer.turnings)
+
+
 def test_no_more_copies_than_servers_that_train() -> None:
     divisions = list(list_divisions(ask(), 5))
     assert len(divisions) == len({*divisions})

@@ -75,6 +75,7 @@ def test_each_input_says_where_it_comes_from(plan: Path) -> None:
         (("--deadline", "3d"), 0, "train"),
         (("--samples", "1e6"), 0, "days"),
         (("--fixed",), 1, "goodput"),
+        (("--max-copies", "1"), 1, "copies"),
         (("--notice", "4min"), 1, "goodput"),
         (("--heal", "4min"), 1, "goodput"),
         (("--join", "40min"), 1, "goodput"),
@@ -151,6 +152,8 @@ def test_times() -> None:
         (("--together", "0"), "at least one"),
         (("--copy-cost", "2"), "below 0.5"),
         (("--copies", "2"), "unrecognized"),
+        (("--max-copies", "0"), "1, 2 or 3"),
+        (("--max-copies", "1", "--copy-cost", "0.1"), "contradicts"),
     ],
 )
 def test_what_is_refused_in_one_line(plan: Path, words: tuple[str, ...], fault: str) -> None:
