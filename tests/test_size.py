@@ -58,7 +58,7 @@ BUDGET: dict[str, int] = {
     "notebook": 540,
     "observe": 4950,
     "parallel": 8930,
-    "plan": 1310,
+    "plan": 1330,
     "prepare": 2280,
     "record": 4680,
     "replicas": 740,

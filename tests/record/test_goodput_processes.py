@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.report import format_report
+from paceline.plan.budget_options import read_measured_times
 from tests.harness.jobs import jobs
 
 pytestmark = pytest.mark.jobs
@@ -62,6 +63,8 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     assert summary["workers"] == 2 and goodput["heals"] == 1
     assert min(seconds["recovery"], seconds["repeated"], goodput["heal_seconds"]) > 0
     assert goodput["restarts"] == 0
+    # what a budget is planned with
+    assert {"save", "heal"} == {*read_measured_times(tmp_path / "runs" / "x")}
     # 2 workers took 20 steps, and the lost one at least some
     assert seconds["useful"] > 2 * 20 * 0.05
     assert goodput["worker_seconds"] > 2 * summary["seconds"]
@@ -71,6 +74,7 @@ def test_a_restart_from_a_checkpoint(tmp_path: Path) -> None:
     summary = train(tmp_path, 2, "--restarts", "1", dies=True)
     goodput, seconds = summary["goodput"], summary["goodput"]["seconds"]
     assert goodput["restarts"] == 1 and goodput["restart_seconds"] > 0
+    assert "restart" in read_measured_times(tmp_path / "runs" / "x")
     # steps 6 to 12 at least, on two workers
     assert seconds["repeated"] >= 2 * 7 * 0.05
     assert seconds["recovery"] > 0
