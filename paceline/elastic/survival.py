@@ -13,8 +13,7 @@ from paceline.elastic.recovery import Recovery
 from paceline.loop.turns import TrainingLoop
 from paceline.prepare import checks
 from paceline.prepare.registry import Prepared
-from paceline.record.history import RunHistory
-from paceline.record.outcome.worker_time import WorkerTime
+from paceline.record.run_records import RunRecords
 from paceline.replicas.step_count import StepCount
 from paceline.workers.groups import CurrentView
 
@@ -42,9 +41,8 @@ class Survival:
         loop: The training loop.
         prepared: The models, optimizers and loaders of the run.
         collector: Collects logged values.
-        history: Records events.
+        records: Records events, and the time that recovery takes.
         tally: Count of steps that workers agree on.
-        worker_time: Measures what is lost to recovery.
         save: Writes a checkpoint.
         depart: Calls its argument, and ends this worker.
     """
@@ -58,9 +56,8 @@ class Survival:
         prepared: Prepared,
         *,
         collector: Collector,
-        history: RunHistory,
+        records: RunRecords,
         tally: StepCount,
-        worker_time: WorkerTime,
         save: Callable[[], Path],
         depart: Callable[[Callable[[], None]], NoReturn],
     ) -> None:
@@ -71,9 +68,9 @@ class Survival:
             loop,
             prepared,
         )
-        self._collector, self._history, self._step_count = collector, history, tally
+        self._collector, self._history, self._step_count = collector, records.history, tally
         self._save, self._depart = save, depart
-        self._worker_time = worker_time
+        self._worker_time = records.worker_time
         self._was_let_in = False
 
     def begin_surviving(self) -> None:

@@ -61,6 +61,7 @@ class BudgetQuestion:
             rates cover.
         deadline: Seconds until training has to end. None: no limit but the budget.
         samples: Samples that training needs. None: as many as the budget pays.
+        max_copies: Most copies of the state. 1: the job can only restart from checkpoints.
     """
 
     rates: SampleRates
@@ -70,6 +71,7 @@ class BudgetQuestion:
     servers: int | None = None
     deadline: float | None = None
     samples: float | None = None
+    max_copies: int = COPIES[-1]
 
 
 @dataclass(frozen=True)
@@ -187,15 +189,12 @@ def list_answers(question: BudgetQuestion, servers: int) -> list[tuple[str, Divi
     answers = [("all train", Division(servers, 0, 1))]
     if servers > 1:
         standby = min(count_balanced_standby(question, servers), servers - 1)
-        answers.append(("balanced", make_division(servers - standby, standby, 2)))
         third = max(standby, servers // 3)
-        answers.append(("replication first", make_division(servers - third, third, 3)))
+        for name, spare, copies in (("balanced", standby, 2), ("replication first", third, 3)):
+            # Only servers that train hold copies, so there are at most as many.
+            copies = min(copies, servers - spare, question.max_copies)
+            answers.append((name, Division(servers - spare, spare, copies)))
     return answers
-
-
-def make_division(train: int, standby: int, copies: int) -> Division:
-    """Make a division. Only servers that train hold copies, so there are at most as many."""
-    return Division(train, standby, min(copies, train))
 
 
 def count_balanced_standby(question: BudgetQuestion, servers: int) -> int:
@@ -227,7 +226,7 @@ def list_divisions(question: BudgetQuestion, servers: int) -> Iterator[Division]
     for total in totals:
         for standby in list_counts(total - 1):
             for copies in COPIES:
-                if copies <= max(total - standby, 1):
+                if copies <= min(max(total - standby, 1), question.max_copies):
                     yield Division(total - standby, standby, copies)
 
 

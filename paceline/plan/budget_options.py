@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from paceline.errors import UsageError
-from paceline.plan.budget import BudgetQuestion, Money, answer_question, count_servers
+from paceline.plan.budget import COPIES, BudgetQuestion, Money, answer_question, count_servers
 from paceline.plan.budget_text import (
     Assumption,
-    RunTarget,
+    PlannedScript,
     format_answer,
     format_time,
     make_fields,
@@ -66,6 +66,7 @@ class BudgetArguments:
     workers_per_server: int | None = None
     deadline: str | None = None
     samples: float | None = None
+    max_copies: int = 3
     fixed: bool = False
     measured: str | None = None
     notice: str | None = None
@@ -101,6 +102,12 @@ def add_budget_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--deadline", help="time until training has to end: 36h, 5d")
     parser.add_argument("--samples", type=float, help="samples that training needs")
     parser.add_argument(
+        "--max-copies",
+        type=int,
+        default=3,
+        help="most copies of the state; 1: the job only restarts, as on GPUs and with cut models",
+    )
+    parser.add_argument(
         "--fixed", action="store_true", help="the job can't go on with fewer servers"
     )
     parser.add_argument("--measured", metavar="RUN", help="take times from this run's summary.json")
@@ -135,7 +142,9 @@ def answer_budget(arguments: BudgetArguments) -> str:
     """
     _check_numbers(arguments)
     rates = read_sample_rates(Path(arguments.plan), arguments.workers_per_server)
-    failures = parse_failures(arguments.failures, arguments.together or 1)
+    failures = parse_failures(
+        arguments.failures, 1 if arguments.together is None else arguments.together
+    )
     if arguments.together is not None and arguments.failures.lower().endswith(".csv"):
         raise UsageError("--together contradicts a trace, which says itself what fails together")
     response, assumed_times = choose_response(arguments, failures)
@@ -147,6 +156,7 @@ def answer_budget(arguments: BudgetArguments) -> str:
         arguments.servers,
         None if arguments.deadline is None else parse_time(arguments.deadline, "--deadline"),
         arguments.samples,
+        arguments.max_copies,
     )
     servers = count_servers(question)
     assumptions = [*_list_assumptions(arguments, rates, failures, servers), *assumed_times]
@@ -175,6 +185,10 @@ def _check_numbers(arguments: BudgetArguments) -> None:
     ):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{option} {value:g}: it has to be above 0")
+    if arguments.max_copies not in COPIES:
+        raise UsageError(f"--max-copies {arguments.max_copies}: it has to be 1, 2 or 3")
+    if arguments.max_copies == 1 and arguments.copy_cost is not None:
+        raise UsageError("--copy-cost contradicts --max-copies 1: there are no further copies")
     if arguments.copy_cost is not None and not 0 <= arguments.copy_cost < 0.5:
         raise UsageError(
             f"--copy-cost {arguments.copy_cost:g}: it is a part of the training time, "
@@ -215,10 +229,12 @@ def choose_response(
     cost, origin = DEFAULT_COPY_COST, "measured on the results page: --min-workers"
     if arguments.copy_cost is not None:
         cost, origin = arguments.copy_cost, "given"
-    assumptions.append(Assumption("each further copy slows training by", f"{cost:.1%}", origin))
-    going_on = "all wait for a replacement" if arguments.fixed else "the others go on"
+    waits = arguments.fixed or arguments.max_copies == 1
+    if arguments.max_copies > 1:
+        assumptions.append(Assumption("each further copy slows training by", f"{cost:.1%}", origin))
+    going_on = "all wait for a replacement" if waits else "the others go on, with copies"
     assumptions.append(
-        Assumption("if no server stands by", going_on, "given" if arguments.fixed else "default")
+        Assumption("if no server stands by", going_on, "given" if waits else "default")
     )
     return FailureResponse(**times, copy_share=cost, shrinks=not arguments.fixed), assumptions
 
@@ -288,12 +304,12 @@ def _list_assumptions(
     return shown
 
 
-def _find_target(arguments: BudgetArguments) -> RunTarget:
+def _find_target(arguments: BudgetArguments) -> PlannedScript:
     """Find the script and the workers of a server, which a plan of `paceline plan` has."""
     content = tomllib.loads(Path(arguments.plan).read_text(encoding="utf-8"))
     script, workers = content.get("script"), content.get("workers", [1])
     count = arguments.workers_per_server
-    return RunTarget(
+    return PlannedScript(
         script if isinstance(script, str) and script else "SCRIPT",
         int(workers[0]) if count is None else count,
     )

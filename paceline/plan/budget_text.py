@@ -38,7 +38,7 @@ class Assumption(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RunTarget:
+class PlannedScript:
     """What the `paceline run` line is for: the script, and the workers on each server."""
 
     script: str
@@ -46,7 +46,7 @@ class RunTarget:
 
 
 def format_answer(
-    answer: BudgetAnswer, assumptions: Sequence[Assumption], target: RunTarget
+    answer: BudgetAnswer, assumptions: Sequence[Assumption], target: PlannedScript
 ) -> str:
     """Format the answer as text: inputs, rows, one sentence, what would change it, and a command.
 
@@ -127,8 +127,10 @@ def explain_best(answer: BudgetAnswer) -> str:
     if division.copies > 1:
         parts.append(f"{division.copies} of them hold each part of the state")
         why = "the others go on after a failure, and copies cost less than restarts"
-    else:
+    elif question.max_copies > 1:
         why = "restarts cost less than copies of the state"
+    else:
+        why = "all restart after a failure"
     if division.standby:
         why += ", and a server that stands by costs less than waiting without it"
     elif division.servers > 1:
@@ -175,7 +177,7 @@ def describe_doubts(answer: BudgetAnswer) -> list[str]:
     ]
 
 
-def describe_run(answer: BudgetAnswer, target: RunTarget) -> list[str]:
+def describe_run(answer: BudgetAnswer, target: PlannedScript) -> list[str]:
     """Describe the commands that do what the best row says."""
     best, failures = answer.best, answer.question.failures
     division = best.division
@@ -209,7 +211,7 @@ def describe_run(answer: BudgetAnswer, target: RunTarget) -> list[str]:
 
 
 def make_fields(
-    answer: BudgetAnswer, assumptions: Sequence[Assumption], target: RunTarget
+    answer: BudgetAnswer, assumptions: Sequence[Assumption], target: PlannedScript
 ) -> dict[str, Any]:
     """Make the fields of the JSON. Arguments are those of `format_answer`."""
     return {

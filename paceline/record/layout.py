@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,21 @@ class ModelLayout:
             }
             (self._folder / LAYOUT_FILE).write_text(json.dumps(layout))
         raise SystemExit(0)
+
+
+def list_layout_writers(
+    folder: str | None, prepared: Prepared, axes: RunAxes
+) -> tuple[Callable[..., None], ...]:
+    """List what is called before the first step if only the layout of the models is wanted.
+
+    Args:
+        folder: Where it is written. None: it isn't wanted, and nothing is called.
+        prepared: The models.
+        axes: The axes of the run.
+    """
+    if folder is None:
+        return ()
+    return (ModelLayout(prepared, axes, Path(folder)).write_and_exit,)
 
 
 def _describe_parameter(

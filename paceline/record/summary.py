@@ -121,23 +121,7 @@ def _gather_ends(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
     ahead = timeline.compare_clocks(agreement, cluster.host_by_rank())
     spans = timeline.gather_spans(agreement, context.trace.list_spans())
     pipelines = _combine_pipelines(outcome.prepared, axes, ahead)
-    # Replicas must have equal parameters. A rank is compared with the first rank that holds the
-    # same part of the model.
-    own_digest = outcome.prepared.tables.combine_digest(
-        hash_parameters(model for _, model in outcome.prepared.models)
-    )
-    digests = [body.decode() for body in agreement.meet("parameters", own_digest.encode())]
-    reference_ranks = [axes.first_replica_of(rank) for rank in range(len(digests))]
-    different = {
-        rank: twin for rank, twin in enumerate(reference_ranks) if digests[rank] != digests[twin]
-    }
-    # One digest for the whole model: of all its different parts in rank order.
-    part_digests = [digests[rank] for rank in dict.fromkeys(reference_ranks)]
-    digest = (
-        part_digests[0]
-        if len(part_digests) == 1
-        else hashlib.sha256("".join(part_digests).encode()).hexdigest()
-    )
+    digest, different = _compare_replicas(outcome, axes)
     codecs = [
         msgpack.unpackb(body)
         for body in agreement.meet(
@@ -157,6 +141,34 @@ def _gather_ends(outcome: RunOutcome, axes: RunAxes) -> GatheredEnds:
         codecs,
         [WorkerSeconds(*fields) for fields in seconds],
     )
+
+
+def _compare_replicas(outcome: RunOutcome, axes: RunAxes) -> tuple[str, dict[int, int]]:
+    """Compare the parameters of all workers. Collective.
+
+    Returns:
+        The digest of the whole model; and the ranks that differ, with the rank whose replicas they
+        are.
+    """
+    agreement = axes.everyone
+    # Replicas must have equal parameters. A rank is compared with the first rank that holds the
+    # same part of the model.
+    own_digest = outcome.prepared.tables.combine_digest(
+        hash_parameters(model for _, model in outcome.prepared.models)
+    )
+    digests = [body.decode() for body in agreement.meet("parameters", own_digest.encode())]
+    reference_ranks = [axes.first_replica_of(rank) for rank in range(len(digests))]
+    different = {
+        rank: twin for rank, twin in enumerate(reference_ranks) if digests[rank] != digests[twin]
+    }
+    # One digest for the whole model: of all its different parts in rank order.
+    part_digests = [digests[rank] for rank in dict.fromkeys(reference_ranks)]
+    digest = (
+        part_digests[0]
+        if len(part_digests) == 1
+        else hashlib.sha256("".join(part_digests).encode()).hexdigest()
+    )
+    return digest, different
 
 
 def _write_files(

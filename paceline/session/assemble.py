@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from paceline.checkpoint.layout import StateLayout
@@ -48,10 +47,10 @@ from paceline.record.hangs import HangDetector
 from paceline.record.held_memory import MemoryWatch
 from paceline.record.hints import StartupHints
 from paceline.record.history import RunHistory
-from paceline.record.layout import ModelLayout
+from paceline.record.layout import list_layout_writers
 from paceline.record.live import LiveRecord
 from paceline.record.log import MetricsLog
-from paceline.record.outcome.worker_time import WorkerTime
+from paceline.record.outcome.worker_time import follow_loop
 from paceline.record.run_records import LogMeetings, RunRecords
 from paceline.record.total_steps import TotalSteps
 from paceline.replicas.compare import Comparison, ReplicaComparer, check_comparison
@@ -159,7 +158,7 @@ class _RunAssembly:
             f"seed={seed}, sync={format_as_call(strategy)}, {comparison}, "
             f"replicate={worker.replicate!r}"
         )
-        self.worker_time = self._make_worker_time(began)
+        self.worker_time = follow_loop(self.loop, worker.place, began)
         self.history = RunHistory(
             collectives.agree_on_seed(axes.everyone, seed, arguments), began, context.announce
         )
@@ -172,20 +171,6 @@ class _RunAssembly:
         self._build_saving()
         self._build_followers()
         self._build_ending(comparison)
-
-    def _make_worker_time(self, began: float) -> WorkerTime:
-        """Make the measure of this worker's time apart from its steps."""
-        loop, context, place = self.loop, self.context, self.view.worker.place
-        is_restarted = place.job_start is not None and place.job_start.folder is not None
-        return WorkerTime(
-            began,
-            replaces=place.joining or is_restarted,
-            step=lambda: loop.steps_made,
-            is_in_turn=lambda: loop.leading_turn is not None,
-            waited=lambda: context.sent_and_waited()[1],
-            step_seconds=lambda: loop.clock.step_seconds,
-            open_seconds=loop.clock.read_open_step,
-        )
 
     def _build_prepared(self, step: TrainingStep, subgroups: Subgroups) -> None:
         """Build the registry of the script's objects, and the layout of their state."""
@@ -225,12 +210,11 @@ class _RunAssembly:
     def _build_saving(self) -> None:
         """Build the parts that save the state of the run, and continue from what is saved."""
         context, loop, prepared, history = self.context, self.loop, self.prepared, self.history
-        worker = self.view.worker
-        start, worker_id = worker.place.job_start, worker.place.worker
+        worker, place = self.view.worker, self.view.worker.place
         self.progress = RunProgress(loop, prepared.loaders)
         prepared.state.add_part("progress", self.progress)
         # in an elastic job ranks change, but the id of a worker is never used again
-        stream = context.group.rank if worker_id is None else worker_id
+        stream = context.group.rank if place.worker is None else place.worker
         generator = WorkerGenerator(history.seed, stream, worker.device)
         self.own = WorkerState(
             GeneratorStates(worker.device, order=prepared.order, generator=generator),
@@ -239,7 +223,7 @@ class _RunAssembly:
             prepared.optimizers,
             self.layout,
             context.announce,
-            log=None if start is None else self.log,
+            log=None if place.job_start is None else self.log,
             route=self.axes.replicas.route,
             generator=generator,
         )
@@ -263,7 +247,7 @@ class _RunAssembly:
             loop=loop,
             records=self.records,
             folder=self.folder,
-            start=start,
+            start=place.job_start,
         )
 
     def _build_followers(self) -> None:
@@ -379,11 +363,7 @@ class _RunAssembly:
         unlimited = place.most_steps is None and place.most_seconds is None
         limit = () if unlimited else (RunLimit(place, collector.request_stop).step_ended,)
         # if only the layout of the model is wanted, write it before the first step, and exit
-        describing = (
-            ()
-            if place.layout is None
-            else (ModelLayout(self.prepared, self.axes, Path(place.layout)).write_and_exit,)
-        )
+        describing = list_layout_writers(place.layout, self.prepared, self.axes)
 
         def begin_comparing() -> None:
             self.comparer.begin_training(self.loop.steps_made)
@@ -479,9 +459,8 @@ class _RunAssembly:
             loop,
             self.prepared,
             collector=collector,
-            history=self.history,
+            records=self.records,
             tally=self.tally,
-            worker_time=self.worker_time,
             save=lambda: saving.save(
                 SaveRequest(folder.checkpoints, loop.steps_made, keep=3, background=False)
             ),

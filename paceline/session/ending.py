@@ -80,7 +80,6 @@ class RunConclusion:
         mesh = self.axes.mesh
         # The other workers tell the first one where their time went only at the end.
         present = [self.worker_time.collect_seconds()] * everyone.group.size
-        recorded = writer.members.sum_seconds(everyone.origins[everyone.group.rank])
         log_began = self.log.opened_at - self.history.began
         return {
             "sync": format_as_call(self.strategy),
@@ -97,23 +96,29 @@ class RunConclusion:
             else [],
             "links": self.links.slow_links,
             "goodput": describe_goodput(self.log, present, self.worker_time, log_began),
-            "live": {
-                "began": self.history.began,
-                "script": script_name(),
-                "step": self.loop.steps_made,
-                "total_steps": self.log.total_steps,
-                "cluster": [
-                    {"host": host.name, "ranks": list(host.ranks)} for host in cluster.hosts
-                ],
-                "origins": list(everyone.origins),
-                "recent": writer.recent,
-                "unrecorded": {
-                    part: max(seconds - recorded[part], 0.0)
-                    for part, seconds in self.loop.clock.step_seconds.items()
-                },
-                "late": late,
-                "link": self.links.status_remark,
+            "live": self._collect_live(late),
+        }
+
+    def _collect_live(self, late: dict[str, Any] | None) -> dict[str, Any]:
+        """Collect the current state of the run. `late` describes the latest rank."""
+        cluster, everyone, writer = self.view.cluster, self.axes.everyone, self.log.writer
+        assert writer is not None, "only the first worker writes the log"
+        # Steps that ended on this worker since it last handed over its log.
+        recorded = writer.members.sum_seconds(everyone.origins[everyone.group.rank])
+        return {
+            "began": self.history.began,
+            "script": script_name(),
+            "step": self.loop.steps_made,
+            "total_steps": self.log.total_steps,
+            "cluster": [{"host": host.name, "ranks": list(host.ranks)} for host in cluster.hosts],
+            "origins": list(everyone.origins),
+            "recent": writer.recent,
+            "unrecorded": {
+                part: max(seconds - recorded[part], 0.0)
+                for part, seconds in self.loop.clock.step_seconds.items()
             },
+            "late": late,
+            "link": self.links.status_remark,
         }
 
     def write_conclusion(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import threading
@@ -172,6 +173,7 @@ class Worker:
             own,
             context,
             self.history,
+            SimpleNamespace(measure_loss=lambda kind: contextlib.nullcontext()),  # type: ignore[arg-type]
             parts=CutParts(agreement, state_layout, 30.0),
             tables=SimpleNamespace(tables=[], is_waiting=False, discard_prefetched=lambda: None),  # type: ignore[arg-type]
             deadline=30.0,

@@ -17,7 +17,7 @@ def survival(*, fresh: bool = False, apart: bool = False) -> tuple[Survival, Mag
     parts.prepared.state = SimpleNamespace(parts=[])
     parts.loop.apart = apart
     rest = {
-        name: getattr(parts, name) for name in ("collector", "history", "tally", "save", "depart")
+        name: getattr(parts, name) for name in ("collector", "records", "tally", "save", "depart")
     }
     return Survival(
         parts.recovery, parts.leaving, parts.view, parts.loop, parts.prepared, **rest

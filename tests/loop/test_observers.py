@@ -13,11 +13,12 @@ from paceline.sync.base import Strategy
 from tests.harness.runs import workers
 
 PLAIN = """\
-training_begins: begin_comparing
+training_begins: begin_comparing, WorkerTime.begin_training
 epoch_began: LogCollector.leave_lockstep, ShareFollower.epoch_began, RunProgress.loop_began
 lead_taken: PolicyCheck.check_leader, TotalSteps.add_leading_loader
 first_step: ModelCuts.check_used, MemoryWatch.predict_optimizer, StartupHints.hint_at_missing_gradients
 doubled: MemoryWatch.measure_held
+turn_failed: WorkerTime.discard_turn
 step_ended: MetricsLog.end_step, ReplicaComparer.step_ended, ShareFollower.step_ended, LinkWatch.step_ended, LogCollector.step_ended
 ghost_ended: StartupHints.hint_at_ghost_metrics
 went_back: MetricsLog.fold_later_steps"""  # noqa: E501

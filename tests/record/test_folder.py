@@ -211,6 +211,7 @@ def test_the_summary_has_every_field(tmp_path: Path) -> None:
             "route",
             "links",
             "pipelines",
+            "goodput",
             "settings",
             "results",
         ),

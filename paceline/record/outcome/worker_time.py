@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
+from paceline.cluster.discover import Place
+from paceline.loop.turns import TrainingLoop
 from paceline.trace import STEP_PARTS
 
 P = ParamSpec("P")
@@ -175,3 +177,23 @@ class WorkerTime:
             self._lost["repeated"],
             tuple(max(steps[part] - inside[part], 0.0) for part in STEP_PARTS),
         )
+
+
+def follow_loop(loop: TrainingLoop, place: Place, began: float) -> WorkerTime:
+    """Measure the time of a worker beside its training loop.
+
+    Args:
+        loop: The loop.
+        place: Place of the worker.
+        began: Wall time at which the run began on this worker.
+    """
+    is_restarted = place.job_start is not None and place.job_start.folder is not None
+    return WorkerTime(
+        began,
+        replaces=place.joining or is_restarted,
+        step=lambda: loop.steps_made,
+        is_in_turn=lambda: loop.leading_turn is not None,
+        waited=lambda: loop.context.sent_and_waited()[1],
+        step_seconds=lambda: loop.clock.step_seconds,
+        open_seconds=loop.clock.read_open_step,
+    )
