@@ -43,9 +43,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.plan.failure_simulation import Breakage, follow_breakages
-from paceline.plan.goodput import Division, FailureResponse
-from paceline.plan.sample_rates import SampleRates
+from paceline.plan.budgets.failure_simulation import Breakage, follow_breakages
+from paceline.plan.budgets.goodput import Division, FailureResponse
+from paceline.plan.budgets.sample_rates import SampleRates
 
 WORKERS = 4
 BATCH = 24  # samples of a step, of all workers

@@ -36,7 +36,7 @@ class PlanCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if any(arg.partition("=")[0] == "--budget" for arg in args):
-            from paceline.plan import budget_options
+            from paceline.plan.budgets import budget_options
 
             if "--help" in args:
                 typer.echo(budget_options.describe_budget_options())

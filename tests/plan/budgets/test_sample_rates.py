@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.sample_rates import SampleRates, parse_sample_rates, read_sample_rates
+from paceline.plan.budgets.sample_rates import SampleRates, parse_sample_rates, read_sample_rates
 
 TABLE = "[samples_per_second]\n2 = 100.0\n4 = 180.0\n8 = 260.0\n"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.budget_options import (
+from paceline.plan.budgets.budget_options import (
     DEFAULT_TIMES,
     BudgetArguments,
     answer_budget,

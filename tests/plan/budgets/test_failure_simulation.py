@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 import pytest
 
 from benchmarks.goodput import make_response
-from paceline.plan.failure_simulation import (
+from paceline.plan.budgets.failure_simulation import (
     Breakage,
     SimulatedRun,
     draw_breakages,
@@ -17,8 +17,8 @@ from paceline.plan.failure_simulation import (
     replay_trace,
     simulate_run,
 )
-from paceline.plan.failures import DAY, HOUR, Failures, FailureTrace, Outage
-from paceline.plan.goodput import Division, FailureResponse, estimate_goodput
+from paceline.plan.budgets.failures import DAY, HOUR, Failures, FailureTrace, Outage
+from paceline.plan.budgets.goodput import Division, FailureResponse, estimate_goodput
 
 
 def follow(

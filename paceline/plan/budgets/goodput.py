@@ -16,7 +16,7 @@ Two ways to go on after a failure:
 
 The closed form is of first order in failures: the share of time that stalls and repeated work take
 is their rate times their length. It holds while this share is small (`MAX_LOST_SHARE`).
-`paceline.plan.failure_simulation` has no such limit.
+`paceline.plan.budgets.failure_simulation` has no such limit.
 
 References:
     arXiv 2410.21680, section III (ETTR). arXiv 2410.18124 (period). J. T. Daly, A higher order
@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from paceline.plan.failures import DAY, Failures
+from paceline.plan.budgets.failures import DAY, Failures
 
 # Share of time, lost to stalls and repeated work, up to which the closed form is within 2 % of the
 # simulation.

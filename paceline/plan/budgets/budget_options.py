@@ -18,17 +18,23 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from paceline.errors import UsageError
-from paceline.plan.budget import COPIES, BudgetQuestion, Money, answer_question, count_servers
-from paceline.plan.budget_text import (
+from paceline.plan.budgets.budget import (
+    COPIES,
+    BudgetQuestion,
+    Money,
+    answer_question,
+    count_servers,
+)
+from paceline.plan.budgets.budget_text import (
     Assumption,
     PlannedScript,
     format_answer,
     format_time,
     make_fields,
 )
-from paceline.plan.failures import DAY, HOUR, Failures, parse_failures
-from paceline.plan.goodput import FailureResponse
-from paceline.plan.sample_rates import SampleRates, read_sample_rates
+from paceline.plan.budgets.failures import DAY, HOUR, Failures, parse_failures
+from paceline.plan.budgets.goodput import FailureResponse
+from paceline.plan.budgets.sample_rates import SampleRates, read_sample_rates
 
 DEFAULT_FAILURES: Final = "rsc-1"
 # Seconds without an option or a measurement, and where they come from.

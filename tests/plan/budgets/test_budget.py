@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.budget import (
+from paceline.plan.budgets.budget import (
     BudgetQuestion,
     Money,
     answer_question,
@@ -18,9 +18,9 @@ from paceline.plan.budget import (
     list_answers,
     list_divisions,
 )
-from paceline.plan.failures import DAY, HOUR, Failures, FailureTrace, Outage
-from paceline.plan.goodput import FailureResponse
-from paceline.plan.sample_rates import SampleRates
+from paceline.plan.budgets.failures import DAY, HOUR, Failures, FailureTrace, Outage
+from paceline.plan.budgets.goodput import FailureResponse
+from paceline.plan.budgets.sample_rates import SampleRates
 
 RATES = SampleRates({1.0: 100.0, 8.0: 700.0, 16.0: 1200.0}, "plan.toml")
 RESPONSE = FailureResponse(2.0, 5.0, 5.0, 5.0, 120.0, 4 * HOUR, 0.01)

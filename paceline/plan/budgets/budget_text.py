@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from paceline.formatting import format_count
-from paceline.plan.budget import BudgetAnswer, BudgetRow, Turning
-from paceline.plan.failures import DAY, HOUR
-from paceline.plan.goodput import MAX_PERIOD
+from paceline.plan.budgets.budget import BudgetAnswer, BudgetRow, Turning
+from paceline.plan.budgets.failures import DAY, HOUR
+from paceline.plan.budgets.goodput import MAX_PERIOD
 
 MAX_RESTARTS: Final = 200  # that `paceline run` takes
 PATIENCE: Final = 600.0  # seconds, the default of `paceline run`

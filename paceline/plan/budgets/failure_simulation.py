@@ -6,7 +6,7 @@
                     ^ lost if it restarts
 
 It has no limit on how often servers fail, knows servers that fail together, and replays traces.
-The rules are those of `paceline.plan.goodput`. A failure during a stall begins the stall anew.
+The rules are those of `paceline.plan.budgets.goodput`. A failure during a stall begins it anew.
 Nothing here is random but what a seed decides.
 """
 
@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.plan.failures import Failures, FailureTrace
-from paceline.plan.goodput import (
+from paceline.plan.budgets.failures import Failures, FailureTrace
+from paceline.plan.budgets.goodput import (
     Division,
     FailureResponse,
     ServerTime,

@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from paceline.errors import UsageError
-from paceline.plan.failure_simulation import SimulatedRun, simulate_runs
-from paceline.plan.failures import HOUR, Failures
-from paceline.plan.goodput import (
+from paceline.plan.budgets.failure_simulation import SimulatedRun, simulate_runs
+from paceline.plan.budgets.failures import HOUR, Failures
+from paceline.plan.budgets.goodput import (
     Division,
     FailureResponse,
     Goodput,
@@ -29,7 +29,7 @@ from paceline.plan.goodput import (
     estimate_goodput,
     list_broken_counts,
 )
-from paceline.plan.sample_rates import SampleRates
+from paceline.plan.budgets.sample_rates import SampleRates
 
 COPIES: Final = (1, 2, 3)
 _STANDBY_CONFIDENCE: Final = 0.95

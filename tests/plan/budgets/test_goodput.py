@@ -8,8 +8,8 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.goodput import list_gates, make_response
-from paceline.plan.failures import DAY, HOUR, Failures
-from paceline.plan.goodput import (
+from paceline.plan.budgets.failures import DAY, HOUR, Failures
+from paceline.plan.budgets.goodput import (
     MAX_PERIOD,
     Division,
     FailureResponse,

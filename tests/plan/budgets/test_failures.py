@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.failures import DAY, HOUR, parse_failures, parse_trace
+from paceline.plan.budgets.failures import DAY, HOUR, parse_failures, parse_trace
 
 HEAD = "server,from_hour,to_hour,state\n"
 TRACE = HEAD + "a,0,30,up\na,30,31,down\na,31,33,down\na,33,48,up\nb,0,2,down\nb,2,48,up\n"

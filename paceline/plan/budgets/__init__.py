@@ -1,0 +1,1 @@
+"""What a budget buys: failures, goodput, and servers that train, stand by or hold copies."""
