@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -42,6 +42,7 @@ from paceline.comm.native.transport import (
     MESSAGES,
     SMALL_MESSAGE,
     GlooTransport,
+    TransportWork,
 )
 from paceline.comm.traffic_meter import TrafficMeter
 from paceline.errors import PacelineError, UsageError, ViewChanged
@@ -237,27 +238,42 @@ class TorchGroup:
         nbytes = x.numel() * x.element_size()
         small = not on_nccl and nbytes <= SMALL_MESSAGE
         if self.size == 1 or (small and (self.size == 2 or nbytes * self.size <= SMALL)):
-            return self._reduce_by_schedule(x, schedule.build_direct(self.size), op, out)
+            return self.reduce_by_schedule(x, schedule.build_direct(self.size), op, out)
         if small or (held not in NATIVE and not additive):
-            return self._reduce_by_schedule(x, schedule.build_owners(self.size), op, out)
+            return self.reduce_by_schedule(x, schedule.build_owners(self.size), op, out)
         with resume_mode(needs_inference_mode(out)):
             staged = stage_input(x, out, held)
         return self._native.reduce(x, op, out, staged, self._record_span)
 
-    def _reduce_by_schedule(
+    def reduce_by_schedule(
         self, x: Tensor, plan: schedule.Schedule, op: Op, out: Tensor
     ) -> Work[Tensor]:
-        began = time.perf_counter_ns()
-        work = collectives.all_reduce_by_schedule_agreed(
-            self, x, plan, op, out=out, tag=self._reserve_tags("all_reduce")
-        )
+        """Reduce a tensor in the CPU's memory by a schedule, as `RunsSchedules` describes."""
+        began, x = time.perf_counter_ns(), x.detach().resolve_conj().resolve_neg()
+        if self.size == 1:
+            out.detach().copy_(x)
+            return FinishedWork(out)
+        steps = self._transport.plan_reduction(plan, x.numel())
+        # Sums that are added in parts are held, and travel, in the dtype of sums; a mean is then
+        # divided at the end.
+        held = x.dtype if steps.adds_at_once else reduction_rules.accumulation_dtype(x.dtype, op)
+        added: Op = "sum" if op == "mean" and not steps.adds_at_once else op
+        with resume_mode(needs_inference_mode(out)):
+            total = stage_input(x, out, held)
 
-        def steps() -> Generator[Work[Any], None, Tensor]:
-            yield work
+        def finish() -> Tensor:
             self._record_span(began)
+            if added != op:
+                reduction_rules.finish_reduction(op, total, self.size)
+            if total.data_ptr() != out.data_ptr():
+                out.detach().copy_(total)
             return out
 
-        return collectives.GeneratorWork(steps()) if self.trace.keeps_spans else work
+        for peer, elements in steps.sent:
+            self._meter.count_sent(peer, elements * total.element_size())
+        wait = ("data", self._transport.count_call("data"), "all_reduce")
+        run = self._transport.start_reduction(steps, total, added)
+        return TransportWork(self._transport, run, wait, finish, [out])
 
     def _record_span(self, began: int) -> None:
         self.trace.record_span(
