@@ -368,7 +368,14 @@ class ControlNetwork:
         with self._lock:
             self._runs = [run for run in self._runs if not run.has_ended_well]
             self._n_runs += 1
-            run = ScheduleRun(self.mesh, self._n_runs, steps, tensor, op, self._describe_failure)
+            run = ScheduleRun(
+                self.mesh,
+                self._n_runs,
+                steps,
+                tensor,
+                op,
+                describe_failure=self._describe_failure,
+            )
             self._runs.append(run)
         return run
 

@@ -56,6 +56,7 @@ class ScheduleRun:
         steps: RankSteps,
         tensor: Tensor,
         op: str,
+        *,
         describe_failure: Callable[[RunFailure], str],
     ) -> None:
         self._tensor, self._describe_failure = tensor, describe_failure
@@ -73,7 +74,7 @@ class ScheduleRun:
         self._address = self._native.schedule_begin(
             mesh.address,
             address_of(steps.array),
-            steps.count,
+            steps.n_steps,
             address_of(reduction),
             tensor.data_ptr(),
         )

@@ -34,7 +34,7 @@ class RankSteps(NamedTuple):
     """The steps of one rank.
 
     array: The steps, as C reads them.
-    count: Number of steps.
+    n_steps: Number of steps.
     sent: Rank and number of elements of each message that this rank sends.
     adds_at_once: Whether every sum has the parts of all ranks as its terms. Then a sum is complete
         when it has been added, and rounds once.
@@ -42,7 +42,7 @@ class RankSteps(NamedTuple):
     """
 
     array: Any
-    count: int
+    n_steps: int
     sent: tuple[tuple[int, int], ...]
     adds_at_once: bool
     rounds: int

@@ -2,18 +2,20 @@
 
     all_reduce of                                  way
     a few KB, or up to 512 KB between two          each rank sends to all, and adds in rank order
-    up to 512 KB                                   each rank adds its own chunk, over `control`
+    up to 512 KB                                   each rank adds its own chunk (`build_owners`)
     dtypes that Gloo adds, larger                  Gloo's ring
     halves, and dtypes that Gloo doesn't add       each rank adds its own chunk (`build_owners`)
     CUDA tensors, backend "gloo"                   the same, through the processor's memory
     CUDA tensors, backend "nccl"                   NCCL, halves as float32
 
 Every call is compared over the control connections before it starts, as Gloo ends the process if
-ranks bring different sizes. Halves are added in float32.
+ranks bring different sizes. A small tensor of `all_reduce` travels with the comparison. C runs the
+schedules over the same connections. Halves are added in float32.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
 import time
@@ -37,7 +39,12 @@ from paceline.comm.group_protocol import (
     needs_inference_mode,
     resume_mode,
 )
-from paceline.comm.native.native_calls import NativeCalls, make_nccl, stage_input
+from paceline.comm.native.native_calls import (
+    NativeCalls,
+    make_nccl,
+    reduce_messages,
+    stage_input,
+)
 from paceline.comm.native.transport import (
     MESSAGES,
     SMALL_MESSAGE,
@@ -56,6 +63,7 @@ else:
 TAGS = 1 << 20  # first tag of collectives, and number of their tags
 RECENT = 1024  # last collectives whose names are kept for messages
 SMALL = 16 << 10  # bytes of all ranks together that every rank sends to every rank
+COMPARED = 64 << 10  # bytes of a tensor of two ranks that travels with the comparison of the call
 # Dtypes that Gloo reduces.
 NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 BACKENDS = ("gloo", "nccl")
@@ -216,8 +224,34 @@ class TorchGroup:
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
         """Reduce every rank's `x`. It returns, with the sum under way, once all ranks are here."""
-        self.check_call(fingerprint.reduction_call("all_reduce", x, op, name, out))
+        call = fingerprint.reduction_call("all_reduce", x, op, name, out)
+        if self.carries_with_comparison(x) and not call.flaw:
+            return self._reduce_compared(call, x, op, out)
+        self.check_call(call)
         return self.all_reduce_agreed(x, op=op, out=out)
+
+    def carries_with_comparison(self, x: Tensor) -> bool:
+        """Whether `x` is so small that it travels in the message which compares the call."""
+        nbytes = x.numel() * x.element_size()
+        limit = COMPARED if self.size == 2 else SMALL // self.size
+        return x.device.type == "cpu" and self.size > 1 and nbytes <= limit
+
+    def _reduce_compared(
+        self, call: CallFingerprint, x: Tensor, op: Op, out: Tensor | None
+    ) -> Work[Tensor]:
+        """Compare the call and reduce, in one message from each rank to each."""
+        began, x = time.perf_counter_ns(), x.detach().resolve_conj().resolve_neg().contiguous()
+        nbytes = x.numel() * x.element_size()
+        answers = self.check_call(call, ctypes.string_at(x.data_ptr(), nbytes))
+        reduction_rules.check_operation(op, x.dtype)
+        for peer in range(self.size):
+            if peer != self.rank:
+                self._meter.count_sent(peer, nbytes)
+        out = torch.empty_like(x) if out is None else out
+        with resume_mode(needs_inference_mode(out)):
+            reduce_messages(op, answers, out)
+        self._record_span(began)
+        return FinishedWork(out)
 
     def all_reduce_agreed(
         self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
@@ -250,9 +284,6 @@ class TorchGroup:
     ) -> Work[Tensor]:
         """Reduce a tensor in the CPU's memory by a schedule, as `RunsSchedules` describes."""
         began, x = time.perf_counter_ns(), x.detach().resolve_conj().resolve_neg()
-        if self.size == 1:
-            out.detach().copy_(x)
-            return FinishedWork(out)
         steps = self._transport.plan_reduction(plan, x.numel())
         # Sums that are added in parts are held, and travel, in the dtype of sums; a mean is then
         # divided at the end.

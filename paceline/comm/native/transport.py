@@ -30,7 +30,7 @@ from paceline.comm.cancellation import CancelScope
 from paceline.comm.group_protocol import Op, needs_inference_mode, resume_mode
 from paceline.comm.native import sockets, waitposts
 from paceline.comm.native.control import SMALL, ControlNetwork
-from paceline.comm.native.schedule_steps import RankSteps
+from paceline.comm.native.schedule_steps import RankSteps, compile_steps
 from paceline.comm.native.waitposts import GroupEnd
 from paceline.comm.p2p.connection import SILENCE, ListeningAddress
 from paceline.comm.schedule import Schedule
@@ -225,10 +225,14 @@ class GlooTransport:
 
     def plan_reduction(self, plan: Schedule, numel: int) -> RankSteps:
         """Compile this rank's steps of a schedule, for a tensor of `numel` elements."""
+        if self.size == 1:
+            return compile_steps(plan, self.rank, numel, ())
         return self._control.plan_reduction(plan, numel)
 
     def start_reduction(self, steps: RankSteps, tensor: Tensor, op: Op) -> TorchWait:
         """Begin to reduce a contiguous CPU tensor in place, by the steps of a schedule."""
+        if self.size == 1:
+            return _Ended()
         return self.track_wait(self._control.start_reduction(steps, tensor, op))
 
     def gather_table(self, channel: str, payload: bytes, text: str) -> list[bytes]:
