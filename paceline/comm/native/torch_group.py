@@ -2,9 +2,9 @@
 
     all_reduce of                                  way
     a few KB, or up to 512 KB between two          each rank sends to all, and adds in rank order
-    up to 512 KB                                   each rank adds its own chunk (`build_owners`)
-    dtypes that Gloo adds, larger                  Gloo's ring
-    halves, and dtypes that Gloo doesn't add       each rank adds its own chunk (`build_owners`)
+    up to 512 KB, or between two                   each rank adds its own chunk (`build_owners`)
+    larger, dtypes that Gloo adds                  Gloo's ring
+    larger, halves and other dtypes                each rank adds its own chunk
     CUDA tensors, backend "gloo"                   the same, through the processor's memory
     CUDA tensors, backend "nccl"                   NCCL, halves as float32
 
@@ -270,11 +270,15 @@ class TorchGroup:
         held = reduction_rules.accumulation_dtype(x.dtype, op) if on_nccl else x.dtype
         additive = x.is_complex() and op in ("sum", "mean")
         nbytes = x.numel() * x.element_size()
-        small = not on_nccl and nbytes <= SMALL_MESSAGE
-        if self.size == 1 or (small and (self.size == 2 or nbytes * self.size <= SMALL)):
-            return self.reduce_by_schedule(x, schedule.build_direct(self.size), op, out)
-        if small or (held not in NATIVE and not additive):
-            return self.reduce_by_schedule(x, schedule.build_owners(self.size), op, out)
+        small = nbytes <= SMALL_MESSAGE
+        can_native = held in NATIVE or additive
+        at_once = self.size == 1 or (small and self.size == 2) or nbytes * self.size <= SMALL
+        plan = (schedule.build_direct if at_once else schedule.build_owners)(self.size)
+        if not on_nccl and (small or self.size <= 2 or not can_native):
+            return self.reduce_by_schedule(x, plan, op, out)
+        if self.size == 1 or not can_native:  # on a GPU
+            tag = self._reserve_tags("all_reduce")
+            return collectives.all_reduce_by_schedule_agreed(self, x, plan, op, out=out, tag=tag)
         with resume_mode(needs_inference_mode(out)):
             staged = stage_input(x, out, held)
         return self._native.reduce(x, op, out, staged, self._record_span)
