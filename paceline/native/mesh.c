@@ -49,6 +49,7 @@ enum {
   SMALLEST = 4 << 10,      /* bytes of the smallest block */
   PIECES = 64,             /* pieces of one call of sendmsg */
   TURN = 8 << 20,          /* bytes that one link may move before the others have their turn */
+  LOOKS = 4,               /* milliseconds between two looks whether a caller still reads */
   CLASSES = 4 * 40,        /* sizes of blocks: four from each power of two to the next */
 };
 static _Thread_local int is_leader;
@@ -689,14 +690,14 @@ static void listen_to_readers(pl_mesh *mesh) {
 
 /* The thread of the mesh. In a lazy mesh it reads sockets only while messages are expected, and no
    caller reads them: so they come while callers compute. While a caller reads, the thread looks
-   every millisecond whether it still does. */
+   every few milliseconds whether it still does. */
 static void *run(void *argument) {
   pl_mesh *mesh = argument;
   while (!atomic_load(&mesh->closing)) {
     int reads = !mesh->eager && atomic_load(&mesh->n_expected) > 0;
     int is_alone = reads && !atomic_load(&mesh->has_leader);
     if (is_alone) listen_to_readers(mesh);
-    serve(mesh, mesh->writers, reads && !is_alone ? 1 : -1);
+    serve(mesh, mesh->writers, reads && !is_alone ? LOOKS : -1);
     if (reads) lead(mesh, atomic_load(&mesh->changes), 0);
   }
   return NULL;

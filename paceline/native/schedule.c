@@ -23,10 +23,7 @@
 #include "reduce.h"
 #include "segment.h" /* PL_REACHED */
 
-enum {
-  COPIED = 512 << 10, /* bytes of a message that is copied if the network does not take it at once */
-  LANDS = 256 << 10,  /* bytes from which a message is received right in its place */
-};
+enum { LANDS = 256 << 10 }; /* bytes from which a message is received right in its place */
 static const int64_t AT_ONCE = INT64_MAX / 2;
 enum { KEY_BITS = 24 }; /* of a key: the message of the schedule; the others are its number */
 
@@ -163,7 +160,7 @@ static int begin_round(pl_schedule *schedule) {
     if (step->kind != PL_SEND) continue;
     pl_piece piece = {find_place(schedule, step), count_bytes(schedule, step)};
     int64_t sent = pl_mesh_send(mesh, step->link, PL_SCHEDULES, make_key(schedule, step), &piece,
-                                1, AT_ONCE, piece.nbytes <= COPIED);
+                                1, AT_ONCE, 0);
     if (sent == PL_NOT_SENT) {
       fail(schedule, PL_LINK_LOST, step->link);
       return 0;

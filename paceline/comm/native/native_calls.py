@@ -6,7 +6,6 @@ order, and neither library compares calls: the group has done so.
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,12 +19,9 @@ from paceline.cluster.store import Store
 from paceline.comm import reduction_rules
 from paceline.comm.group_protocol import FinishedWork, Op, Work
 from paceline.comm.native.transport import GlooTransport, GlooWait, StreamWait, TransportWork
-from paceline.comm.shm.shared_reductions import DTYPES
-from paceline.comm.shm.shared_reductions import OPERATIONS as OPERATION_NUMBERS
 from paceline.comm.shm.window_messages import is_plain
 from paceline.comm.traffic_meter import TrafficMeter
 from paceline.errors import UsageError
-from paceline.native.functions import address_of, address_of_bytes, load_functions
 
 OPERATIONS = {
     "sum": ReduceOp.SUM,
@@ -220,27 +216,6 @@ def stage_input(x: Tensor, out: Tensor, held: torch.dtype) -> Tensor:
     direct = held == out.dtype and is_plain(out) and not reduction_rules.overlaps_partly(x, out)
     staged = out.detach() if direct else torch.empty(x.shape, dtype=held, device=x.device)
     return staged if staged.data_ptr() == x.data_ptr() and x.is_contiguous() else staged.copy_(x)
-
-
-def reduce_messages(op: Op, messages: Sequence[bytes], out: Tensor) -> None:
-    """Reduce the values in `messages` to `out`, in their order.
-
-    `messages`: each has as many values as `out`, of its dtype.
-    """
-    total = out.detach() if is_plain(out) else torch.empty(out.shape, dtype=out.dtype)
-    parts = (ctypes.c_void_p * len(messages))(*map(address_of_bytes, messages))
-    outs = (ctypes.c_void_p * 1)(total.data_ptr())
-    load_functions().reduce(
-        address_of(outs),
-        1,
-        address_of(parts),
-        len(messages),
-        total.numel(),
-        DTYPES[out.dtype],
-        OPERATION_NUMBERS[op],
-    )
-    if total.data_ptr() != out.data_ptr():
-        out.detach().copy_(total)
 
 
 def _make_landing(x: Tensor) -> Tensor:

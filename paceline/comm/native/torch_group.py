@@ -15,7 +15,6 @@ schedules over the same connections. Halves are added in float32.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import struct
 import time
@@ -39,17 +38,12 @@ from paceline.comm.group_protocol import (
     needs_inference_mode,
     resume_mode,
 )
-from paceline.comm.native.native_calls import (
-    NativeCalls,
-    make_nccl,
-    reduce_messages,
-    stage_input,
-)
+from paceline.comm.native.connection_reductions import ConnectionReductions, copy_values
+from paceline.comm.native.native_calls import NativeCalls, make_nccl, stage_input
 from paceline.comm.native.transport import (
     MESSAGES,
     SMALL_MESSAGE,
     GlooTransport,
-    TransportWork,
 )
 from paceline.comm.traffic_meter import TrafficMeter
 from paceline.errors import PacelineError, UsageError, ViewChanged
@@ -90,6 +84,7 @@ class TorchGroup:
         self._native = NativeCalls(
             fabric, meter, make_nccl(store, fabric) if backend == "nccl" else None
         )
+        self._over_connections = ConnectionReductions(fabric, meter, self._record_span)
         self.traffic: Traffic = meter.traffic
         self._reserved_parts = self._tags = 0  # subgroups and reservations made; tags given
         self._tag_names: dict[int, str] = {}  # names of the last calls, by tag
@@ -226,7 +221,8 @@ class TorchGroup:
         """Reduce every rank's `x`. It returns, with the sum under way, once all ranks are here."""
         call = fingerprint.reduction_call("all_reduce", x, op, name, out)
         if self.carries_with_comparison(x) and not call.flaw:
-            return self._reduce_compared(call, x, op, out)
+            began, answers = time.perf_counter_ns(), self.check_call(call, copy_values(x))
+            return self._over_connections.reduce_messages(answers, x, op, out, began=began)
         self.check_call(call)
         return self.all_reduce_agreed(x, op=op, out=out)
 
@@ -235,23 +231,6 @@ class TorchGroup:
         nbytes = x.numel() * x.element_size()
         limit = COMPARED if self.size == 2 else SMALL // self.size
         return x.device.type == "cpu" and self.size > 1 and nbytes <= limit
-
-    def _reduce_compared(
-        self, call: CallFingerprint, x: Tensor, op: Op, out: Tensor | None
-    ) -> Work[Tensor]:
-        """Compare the call and reduce, in one message from each rank to each."""
-        began, x = time.perf_counter_ns(), x.detach().resolve_conj().resolve_neg().contiguous()
-        nbytes = x.numel() * x.element_size()
-        answers = self.check_call(call, ctypes.string_at(x.data_ptr(), nbytes))
-        reduction_rules.check_operation(op, x.dtype)
-        for peer in range(self.size):
-            if peer != self.rank:
-                self._meter.count_sent(peer, nbytes)
-        out = torch.empty_like(x) if out is None else out
-        with resume_mode(needs_inference_mode(out)):
-            reduce_messages(op, answers, out)
-        self._record_span(began)
-        return FinishedWork(out)
 
     def all_reduce_agreed(
         self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
@@ -287,28 +266,7 @@ class TorchGroup:
         self, x: Tensor, plan: schedule.Schedule, op: Op, out: Tensor
     ) -> Work[Tensor]:
         """Reduce a tensor in the CPU's memory by a schedule, as `RunsSchedules` describes."""
-        began, x = time.perf_counter_ns(), x.detach().resolve_conj().resolve_neg()
-        steps = self._transport.plan_reduction(plan, x.numel())
-        # Sums that are added in parts are held, and travel, in the dtype of sums; a mean is then
-        # divided at the end.
-        held = x.dtype if steps.adds_at_once else reduction_rules.accumulation_dtype(x.dtype, op)
-        added: Op = "sum" if op == "mean" and not steps.adds_at_once else op
-        with resume_mode(needs_inference_mode(out)):
-            total = stage_input(x, out, held)
-
-        def finish() -> Tensor:
-            self._record_span(began)
-            if added != op:
-                reduction_rules.finish_reduction(op, total, self.size)
-            if total.data_ptr() != out.data_ptr():
-                out.detach().copy_(total)
-            return out
-
-        for peer, elements in steps.sent:
-            self._meter.count_sent(peer, elements * total.element_size())
-        wait = ("data", self._transport.count_call("data"), "all_reduce")
-        run = self._transport.start_reduction(steps, total, added)
-        return TransportWork(self._transport, run, wait, finish, [out])
+        return self._over_connections.reduce_by_schedule(x, plan, op, out)
 
     def _record_span(self, began: int) -> None:
         self.trace.record_span(

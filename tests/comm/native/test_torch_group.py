@@ -351,7 +351,8 @@ def _reduce_while_one_computes(group: TorchGroup) -> float:
     if group.rank == 1:
         heard(group, "the others have their sums")
     total = work.wait()[0].item()
-    say(group, "has its sum")
+    if group.rank != 1:
+        say(group, "has its sum")
     return float(total)
 
 
