@@ -1,5 +1,8 @@
 """Runs a schedule on any group, and builds other collectives from `exchange` alone.
 
+A group with connections of its own runs schedules in C (`RunsSchedules`). What follows is for the
+others: groups inside a host, and tensors on GPUs.
+
 All ranks know from the schedule what is sent in a round, so only tensors travel. Halves (float16,
 bfloat16) are added in float32: a partial sum travels in float32, a rank's own part and a finished
 sum in the dtype of the tensor.
