@@ -49,7 +49,7 @@ enum {
   SMALLEST = 4 << 10,      /* bytes of the smallest block */
   PIECES = 64,             /* pieces of one call of sendmsg */
   TURN = 8 << 20,          /* bytes that one link may move before the others have their turn */
-  LOOKS = 4,               /* milliseconds between two looks whether a caller still reads */
+  LOOKS = 20,              /* milliseconds between two looks whether a caller still reads */
   CLASSES = 4 * 40,        /* sizes of blocks: four from each power of two to the next */
 };
 static _Thread_local int is_leader;
@@ -689,8 +689,8 @@ static void listen_to_readers(pl_mesh *mesh) {
 }
 
 /* The thread of the mesh. In a lazy mesh it reads sockets only while messages are expected, and no
-   caller reads them: so they come while callers compute. While a caller reads, the thread looks
-   every few milliseconds whether it still does. */
+   caller reads them: so they come while callers compute. A caller that has waited hands over to it;
+   after a short look of a caller the thread finds out by itself. */
 static void *run(void *argument) {
   pl_mesh *mesh = argument;
   while (!atomic_load(&mesh->closing)) {
@@ -762,9 +762,14 @@ uint32_t pl_mesh_changes(pl_mesh *mesh) { return atomic_load(&mesh->changes); }
 /* Make waits for a change return. */
 void pl_mesh_wake(pl_mesh *mesh) { announce(mesh); }
 
-/* Wait until the number of changes is another one than `seen`. One caller at a time serves links
-   while it waits; the others sleep. */
-int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
+/* Let the thread read from now on, if messages are expected, and no other caller reads. */
+void pl_mesh_hand_over(pl_mesh *mesh) {
+  if (!mesh->eager && atomic_load(&mesh->n_expected) > 0 && !atomic_load(&mesh->has_leader))
+    ring(mesh, &mesh->kick);
+}
+
+/* As `pl_mesh_wait_change`, for a caller that waits again, or calls `pl_mesh_hand_over`. */
+int pl_mesh_wait_on(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
   int64_t begun = pl_now();
   for (;;) {
     if (atomic_load(&mesh->changes) != seen) return PL_REACHED;
@@ -776,6 +781,14 @@ int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
       pl_futex_wait((void *)&mesh->changes, seen, left);
     atomic_fetch_sub(&mesh->waiters, 1);
   }
+}
+
+/* Wait until the number of changes is another one than `seen`. One caller at a time serves links
+   while it waits; the others sleep. */
+int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
+  int result = pl_mesh_wait_on(mesh, seen, nanoseconds);
+  pl_mesh_hand_over(mesh);
+  return result;
 }
 
 /* ---- opening and closing */

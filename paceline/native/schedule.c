@@ -301,13 +301,16 @@ int64_t pl_schedule_poll(pl_schedule *schedule) {
 /* Wait for the end, at most `nanoseconds`. Returns the state. */
 int64_t pl_schedule_wait(pl_schedule *schedule, int64_t nanoseconds) {
   pl_mesh *mesh = schedule->owner->mesh;
-  int64_t begun = pl_now();
-  for (;;) {
+  int64_t begun = pl_now(), state;
+  for (int result = PL_REACHED;;) {
     uint32_t seen = pl_mesh_changes(mesh); /* before the look, so that no change is missed */
-    int64_t state = pl_schedule_state(schedule), left = begun + nanoseconds - pl_now();
-    if (state != PL_RUNNING || left <= 0) return state;
-    if (pl_mesh_wait_change(mesh, seen, left) != PL_REACHED) return pl_schedule_state(schedule);
+    int64_t left = begun + nanoseconds - pl_now();
+    state = pl_schedule_state(schedule);
+    if (state != PL_RUNNING || left <= 0 || result != PL_REACHED) break;
+    result = pl_mesh_wait_on(mesh, seen, left);
   }
+  pl_mesh_hand_over(mesh);
+  return state;
 }
 
 /* Free an all-reduce that has ended, or whose mesh is closed but not freed. */

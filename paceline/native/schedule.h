@@ -72,5 +72,7 @@ pl_schedules *pl_mesh_schedules(pl_mesh *mesh);
 int pl_mesh_take_for_schedule(pl_mesh *mesh, int64_t link, int64_t key, pl_arrival *arrival);
 void pl_mesh_count_reading(pl_mesh *mesh, int change);
 void pl_mesh_look(pl_mesh *mesh);
+int pl_mesh_wait_on(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds);
+void pl_mesh_hand_over(pl_mesh *mesh);
 
 #endif
