@@ -1,5 +1,8 @@
 """Runs a schedule on any group, and builds other collectives from `exchange` alone.
 
+A group with connections of its own runs schedules in C (`RunsSchedules`). What follows is for the
+others: groups inside a host, and tensors on GPUs.
+
 All ranks know from the schedule what is sent in a round, so only tensors travel. Halves (float16,
 bfloat16) are added in float32: a partial sum travels in float32, a rank's own part and a finished
 sum in the dtype of the tensor.
@@ -51,6 +54,18 @@ class UncheckedExchange(Protocol):
         tag: int = 0,
     ) -> Work[None]:
         """Exchange as `Group.exchange` does, but without a check that ranks agree."""
+        ...
+
+
+@runtime_checkable
+class RunsSchedules(Protocol):
+    """A group whose connections run schedules by themselves."""
+
+    def reduce_by_schedule(self, x: Tensor, plan: Schedule, op: Op, out: Tensor) -> Work[Tensor]:
+        """Begin to reduce `x`, which is in the CPU's memory, into `out`; nothing is compared.
+
+        Several may be under way. All ranks begin them in the same order.
+        """
         ...
 
 
@@ -181,9 +196,15 @@ def all_reduce_by_schedule_agreed(
     `tag`: tag of the first round; each later round has the next one.
     """
     reduction_rules.check_operation(op, x.dtype)
+    if isinstance(group, RunsSchedules) and x.device.type == "cpu":
+        return group.reduce_by_schedule(x, schedule, op, _make_output(x) if out is None else out)
     return GeneratorWork(
         _run_schedule(group, x.detach(), (schedule, op, tag), out), [] if out is None else [out]
     )
+
+
+def _make_output(x: Tensor) -> Tensor:
+    return torch.empty_like(x.detach(), memory_format=torch.contiguous_format)
 
 
 class ScheduleQueue:
@@ -205,6 +226,8 @@ class ScheduleQueue:
         If one of those fails, this one fails with the same error.
         """
         reduction_rules.check_operation(op, x.dtype)
+        if isinstance(self._group, RunsSchedules) and x.device.type == "cpu":
+            return all_reduce_by_schedule_agreed(self._group, x, schedule, op, out=out)
         steps = _run_schedule(self._group, x.detach(), (schedule, op, TAG), out)
         self._last = GeneratorWork(
             steps if self._last is None else _run_after(self._last, steps),
@@ -227,7 +250,7 @@ def _run_schedule(
 ) -> Steps:
     """Run a schedule round by round. `what`: the schedule, the operation and the first tag."""
     schedule, op, tag = what
-    out = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
+    out = _make_output(x) if out is None else out
     x = x.resolve_conj().resolve_neg()
     # Work in the memory of `out` if its elements lie in order and overlap no unread part of `x`.
     direct = is_plain(out) and not reduction_rules.overlaps_partly(x, out)

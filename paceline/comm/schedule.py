@@ -13,6 +13,7 @@ rank 2    2 +> 0    1 +> 0    0 -> 0    2 -> 0
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from typing import Literal, NamedTuple
 
@@ -79,6 +80,7 @@ class ScheduleNetwork(NamedTuple):
         return self.links[host] if self.links else self.between
 
 
+@lru_cache(maxsize=64)
 def build_direct(size: int) -> Schedule:
     """Send everything to everyone at once: one round, n-1 times the tensor from each rank.
 
@@ -109,6 +111,7 @@ def build_ring(size: int) -> Schedule:
     return Schedule("ring", size, _even_chunks(size), _drop_empty_rounds(add + keep))
 
 
+@lru_cache(maxsize=64)
 def build_owners(size: int) -> Schedule:
     """Give every rank one chunk: all send it their parts, and it sends the sum back to all.
 

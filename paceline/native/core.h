@@ -9,7 +9,7 @@
 
 /* Version of the interface. Raise it with `VERSION` in library.py whenever an exported function
  * is added, removed, or takes other arguments: a library of older sources is then refused. */
-#define PL_VERSION 2
+#define PL_VERSION 3
 
 PL_EXPORT uint32_t pl_version(void);
 

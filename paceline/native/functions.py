@@ -42,6 +42,10 @@ _LONG: _Signatures = {
         [c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_int],
     ),
     "mesh_wait_change": (c_int, [c_void_p, c_uint32, c_int64]),
+    "schedule_begin": (c_void_p, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p]),
+    "schedule_wait": (c_int64, [c_void_p, c_int64]),
+    "schedule_poll": (c_int64, [c_void_p]),
+    "schedule_free": (None, [c_void_p]),
     "mesh_close": (None, [c_void_p]),
     "mesh_free": (None, [c_void_p]),
 }
@@ -83,6 +87,8 @@ _SHORT: _Signatures = {
     "mesh_give_back": (None, [c_void_p]),
     "mesh_changes": (c_uint32, [c_void_p]),
     "mesh_wake": (None, [c_void_p]),
+    "schedule_state": (c_int64, [c_void_p]),
+    "schedule_progress": (None, [c_void_p, c_void_p]),
 }
 _SYMBOLS = {"advance_short": "pl_advance"}  # functions that have another name in C
 

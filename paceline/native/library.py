@@ -9,7 +9,7 @@ from functools import cache
 from paceline.errors import ResourceError, UsageError
 from paceline.native import build
 
-VERSION = 2  # PL_VERSION in core.h
+VERSION = 3  # PL_VERSION in core.h
 
 
 def has_library() -> bool:

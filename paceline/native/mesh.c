@@ -6,9 +6,13 @@
    thread reads, too: nothing stays in the sockets, and senders are never held up. Then epoll tells
    one of the two of an event (EPOLLONESHOT), which arms the link again afterwards.
 
-   Locks, taken in this order: `link->reading` is held by the thread that reads a link;
-   `link->lock` guards its messages to send and its state; `mesh->lock` guards the list of links,
-   the messages that have come, and the pool of free memory. None is held while a caller waits.
+   Messages of the channel PL_SCHEDULES are for schedules (schedule.c). They wait in a list of their
+   own. The thread that has read them, or sees that something was sent, advances the schedules.
+
+   Locks, taken in this order: `link->reading` is held by the thread that reads a link; that of the
+   schedules; `link->lock` guards its messages to send and its state; `mesh->lock` guards the list
+   of links, the messages that have come, and the pool of free memory. None is held while a caller
+   waits.
 
    Memory order: everything that threads share is guarded by a lock, but for `changes`, on which
    waiters sleep. It is raised (seq_cst) after a message, or a state, is there; a waiter reads it
@@ -31,6 +35,7 @@
 #include <unistd.h>
 
 #include "futex.h"
+#include "schedule.h"
 #include "segment.h" /* PL_REACHED, PL_TIMEOUT */
 
 enum {
@@ -44,6 +49,7 @@ enum {
   SMALLEST = 4 << 10,      /* bytes of the smallest block */
   PIECES = 64,             /* pieces of one call of sendmsg */
   TURN = 8 << 20,          /* bytes that one link may move before the others have their turn */
+  LOOKS = 20,              /* milliseconds between two looks whether a caller still reads */
   CLASSES = 4 * 40,        /* sizes of blocks: four from each power of two to the next */
 };
 static _Thread_local int is_leader;
@@ -62,6 +68,11 @@ typedef struct block {
   int size_class;
 } block;
 _Static_assert(sizeof(block) <= BLOCK_HEAD, "the head of a block is too long");
+
+/* Messages, the oldest first. */
+typedef struct queue {
+  block *first, *last;
+} queue;
 
 /* A message that is expected. */
 typedef struct landing {
@@ -119,11 +130,32 @@ struct pl_mesh {
   _Atomic int waiters, has_leader; /* threads that sleep until a change; whether one is in epoll */
   pl_link **links;
   int64_t n_links;
-  block *arrived, *newest; /* messages that have come, the oldest first */
+  queue arrived, for_schedules; /* messages that have come */
+  pl_schedules *schedules;
   block *free[CLASSES];
   int64_t free_bytes;
   int64_t lent; /* blocks that callers hold, and one for the open mesh */
 };
+
+/* ---- queues of messages */
+
+static queue *find_queue(pl_mesh *mesh, int64_t channel) {
+  return channel == PL_SCHEDULES ? &mesh->for_schedules : &mesh->arrived;
+}
+
+static void append(queue *messages, block *added) {
+  *(messages->last ? &messages->last->next : &messages->first) = added;
+  messages->last = added;
+}
+
+/* Take out the message behind `before`, or the first one if that is NULL. */
+static block *take_out(queue *messages, block *before) {
+  block *taken = before ? before->next : messages->first;
+  *(before ? &before->next : &messages->first) = taken->next;
+  if (!taken->next) messages->last = before;
+  taken->next = NULL;
+  return taken;
+}
 
 /* ---- memory */
 
@@ -197,6 +229,7 @@ static void free_mesh(pl_mesh *mesh) {
   }
   free(mesh->links);
   pthread_mutex_destroy(&mesh->lock);
+  pl_free_schedules(mesh->schedules);
   free(mesh);
 }
 
@@ -273,6 +306,7 @@ static void end_link(pl_mesh *mesh, pl_link *each, int state) {
   pthread_mutex_unlock(&each->lock);
   epoll_ctl(mesh->readers, EPOLL_CTL_DEL, each->descriptor, NULL);
   if (!mesh->eager) epoll_ctl(mesh->writers, EPOLL_CTL_DEL, each->descriptor, NULL);
+  pl_advance_schedules(mesh->schedules);
   announce(mesh);
 }
 
@@ -406,6 +440,7 @@ static void write_link(pl_mesh *mesh, pl_link *each) {
   int error = write_some(each, TURN);
   int has_sent = each->sent > before;
   pthread_mutex_unlock(&each->lock);
+  if (has_sent) pl_advance_schedules(mesh->schedules);
   if (error) end_link(mesh, each, error);
   else if (has_sent) announce(mesh);
 }
@@ -417,9 +452,7 @@ static void finish_message(pl_mesh *mesh, pl_link *each) {
   pthread_mutex_lock(&each->lock);
   stop_counting(mesh, each->part);
   pthread_mutex_lock(&mesh->lock);
-  if (mesh->newest) mesh->newest->next = each->part;
-  else mesh->arrived = each->part;
-  mesh->newest = each->part;
+  append(find_queue(mesh, each->part->channel), each->part);
   pthread_mutex_unlock(&mesh->lock);
   each->part = NULL;
   pthread_mutex_unlock(&each->lock);
@@ -540,7 +573,10 @@ static void read_link(pl_mesh *mesh, pl_link *each) {
     }
     if ((size_t)count < room) break; /* the socket is empty */
   }
-  if (arrivals) announce(mesh);
+  if (arrivals) {
+    pl_advance_schedules(mesh->schedules);
+    announce(mesh);
+  }
   if (state != PL_LINK_OPEN) end_link(mesh, each, state);
   else set_low_water(each);
 }
@@ -566,7 +602,8 @@ int pl_mesh_expect(pl_mesh *mesh, int64_t number, int64_t channel, int64_t key, 
   pthread_mutex_lock(&each->lock);
   pthread_mutex_lock(&mesh->lock);
   int has_begun = each->state != PL_LINK_OPEN;
-  for (block *message = mesh->arrived; message && !has_begun; message = message->next)
+  block *message = find_queue(mesh, channel)->first;
+  for (; message && !has_begun; message = message->next)
     has_begun = claim(message, number, channel, key);
   pthread_mutex_unlock(&mesh->lock);
   has_begun = has_begun || claim(each->part, number, channel, key);
@@ -586,7 +623,7 @@ void pl_mesh_give_back(void *message) { release_block((block *)((char *)message 
 
 /* ---- the threads that read and write */
 
-static const uint64_t BELL = UINT64_MAX, KICK = UINT64_MAX - 1;
+static const uint64_t BELL = UINT64_MAX, KICK = UINT64_MAX - 1, READABLE = UINT64_MAX - 2;
 
 static int is_open(pl_link *each) {
   pthread_mutex_lock(&each->lock);
@@ -621,7 +658,7 @@ static void serve(pl_mesh *mesh, int epoll, int milliseconds) {
     } else if (number == KICK) {
       /* While the mesh is closing, it goes on, so that every thread hears it. */
       if (!atomic_load(&mesh->closing) && read(mesh->kick, &rings, sizeof rings) < 0) continue;
-    } else {
+    } else if (number != READABLE) { /* the thread looks into the sockets anyway */
       serve_link(mesh, get_link(mesh, (int64_t)number), events[i].events);
     }
   }
@@ -645,39 +682,75 @@ static int lead(pl_mesh *mesh, uint32_t seen, int milliseconds) {
   return 1;
 }
 
+/* Let epoll tell the thread once that there are bytes in some socket. */
+static void listen_to_readers(pl_mesh *mesh) {
+  struct epoll_event event = {.events = EPOLLIN | EPOLLONESHOT, .data.u64 = READABLE};
+  epoll_ctl(mesh->writers, EPOLL_CTL_MOD, mesh->readers, &event);
+}
+
 /* The thread of the mesh. In a lazy mesh it reads sockets only while messages are expected, and no
-   caller reads them: so they come while callers compute. */
+   caller reads them: so they come while callers compute. A caller that has waited hands over to it;
+   after a short look of a caller the thread finds out by itself. */
 static void *run(void *argument) {
   pl_mesh *mesh = argument;
   while (!atomic_load(&mesh->closing)) {
     int reads = !mesh->eager && atomic_load(&mesh->n_expected) > 0;
-    serve(mesh, mesh->writers, reads ? 1 : -1);
+    int is_alone = reads && !atomic_load(&mesh->has_leader);
+    if (is_alone) listen_to_readers(mesh);
+    serve(mesh, mesh->writers, reads && !is_alone ? LOOKS : -1);
     if (reads) lead(mesh, atomic_load(&mesh->changes), 0);
   }
   return NULL;
 }
 
-static block *take_oldest(pl_mesh *mesh) {
+static block *take_oldest(pl_mesh *mesh, queue *messages) {
   pthread_mutex_lock(&mesh->lock);
-  block *oldest = mesh->arrived;
-  if (oldest) {
-    mesh->arrived = oldest->next;
-    if (!mesh->arrived) mesh->newest = NULL;
-  }
+  block *oldest = messages->first ? take_out(messages, NULL) : NULL;
   pthread_mutex_unlock(&mesh->lock);
   return oldest;
 }
 
+static void describe_arrival(block *message, pl_arrival *arrival) {
+  *arrival = (pl_arrival){(char *)message + BLOCK_HEAD, message->nbytes, message->link,
+                          message->channel, message->key, message->landing != NULL};
+}
+
+/* Take the oldest message for schedules of this link and key. Returns whether there was one. */
+int pl_mesh_take_for_schedule(pl_mesh *mesh, int64_t link, int64_t key, pl_arrival *arrival) {
+  pthread_mutex_lock(&mesh->lock);
+  block *before = NULL, *message = mesh->for_schedules.first;
+  while (message && (message->link != link || message->key != key)) {
+    before = message;
+    message = message->next;
+  }
+  if (message) describe_arrival(take_out(&mesh->for_schedules, before), arrival);
+  pthread_mutex_unlock(&mesh->lock);
+  return message != NULL;
+}
+
+/* Count schedules that need messages although no caller waits: until they have ended, the thread of
+   a lazy mesh reads, too. */
+void pl_mesh_count_reading(pl_mesh *mesh, int change) {
+  int was_idle = atomic_fetch_add(&mesh->n_expected, change) == 0;
+  if (was_idle && !mesh->eager) ring(mesh, &mesh->kick);
+}
+
+pl_schedules *pl_mesh_schedules(pl_mesh *mesh) { return mesh->schedules; }
+
+/* Read what lies in the sockets, unless another caller does. */
+void pl_mesh_look(pl_mesh *mesh) {
+  if (!mesh->eager) lead(mesh, atomic_load(&mesh->changes), 0);
+}
+
 /* Take the oldest message that has come over any link. Returns whether there was one. */
 int pl_mesh_take(pl_mesh *mesh, pl_arrival *arrival) {
-  block *oldest = take_oldest(mesh);
-  if (!oldest && !mesh->eager) {
-    lead(mesh, atomic_load(&mesh->changes), 0); /* it may lie in a socket */
-    oldest = take_oldest(mesh);
+  block *oldest = take_oldest(mesh, &mesh->arrived);
+  if (!oldest) {
+    pl_mesh_look(mesh);
+    oldest = take_oldest(mesh, &mesh->arrived);
   }
   if (!oldest) return 0;
-  *arrival = (pl_arrival){(char *)oldest + BLOCK_HEAD, oldest->nbytes, oldest->link,
-                          oldest->channel, oldest->key, oldest->landing != NULL};
+  describe_arrival(oldest, arrival);
   return 1;
 }
 
@@ -689,9 +762,14 @@ uint32_t pl_mesh_changes(pl_mesh *mesh) { return atomic_load(&mesh->changes); }
 /* Make waits for a change return. */
 void pl_mesh_wake(pl_mesh *mesh) { announce(mesh); }
 
-/* Wait until the number of changes is another one than `seen`. One caller at a time serves links
-   while it waits; the others sleep. */
-int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
+/* Let the thread read from now on, if messages are expected, and no other caller reads. */
+void pl_mesh_hand_over(pl_mesh *mesh) {
+  if (!mesh->eager && atomic_load(&mesh->n_expected) > 0 && !atomic_load(&mesh->has_leader))
+    ring(mesh, &mesh->kick);
+}
+
+/* As `pl_mesh_wait_change`, for a caller that waits again, or calls `pl_mesh_hand_over`. */
+int pl_mesh_wait_on(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
   int64_t begun = pl_now();
   for (;;) {
     if (atomic_load(&mesh->changes) != seen) return PL_REACHED;
@@ -703,6 +781,14 @@ int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
       pl_futex_wait((void *)&mesh->changes, seen, left);
     atomic_fetch_sub(&mesh->waiters, 1);
   }
+}
+
+/* Wait until the number of changes is another one than `seen`. One caller at a time serves links
+   while it waits; the others sleep. */
+int pl_mesh_wait_change(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
+  int result = pl_mesh_wait_on(mesh, seen, nanoseconds);
+  pl_mesh_hand_over(mesh);
+  return result;
 }
 
 /* ---- opening and closing */
@@ -720,6 +806,7 @@ pl_mesh *pl_mesh_open(int eager) {
   if (!mesh) return NULL;
   mesh->lent = 1;
   mesh->eager = eager;
+  mesh->schedules = pl_open_schedules(mesh);
   pthread_mutex_init(&mesh->lock, NULL);
   mesh->readers = epoll_create1(EPOLL_CLOEXEC);
   mesh->writers = eager ? mesh->readers : epoll_create1(EPOLL_CLOEXEC);
@@ -729,9 +816,10 @@ pl_mesh *pl_mesh_open(int eager) {
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, &before);
-  int failed = mesh->readers < 0 || mesh->writers < 0 || mesh->bell < 0 || mesh->kick < 0 ||
+  int failed = !mesh->schedules || mesh->readers < 0 || mesh->writers < 0 || mesh->bell < 0 || mesh->kick < 0 ||
                add_descriptor(mesh->readers, mesh->bell, EPOLLIN, BELL) ||
                add_descriptor(mesh->writers, mesh->kick, EPOLLIN, KICK) ||
+               (!eager && add_descriptor(mesh->writers, mesh->readers, EPOLLONESHOT, READABLE)) ||
                pthread_create(&mesh->thread, NULL, run, mesh);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (!failed) return mesh;
@@ -826,6 +914,7 @@ void pl_mesh_close(pl_mesh *mesh) {
   close_descriptors(mesh);
   pl_arrival message;
   while (pl_mesh_take(mesh, &message)) pl_mesh_give_back(message.address);
+  for (block *rest; (rest = take_oldest(mesh, &mesh->for_schedules));) release_block(rest);
 }
 
 /* Close the mesh, and free its memory once all messages have been given back. No other call may use

@@ -37,6 +37,9 @@ enum { PL_LINK_OPEN = 0, PL_LINK_ENDED = -1, PL_LINK_MALFORMED = -2 };
 /* Results of `pl_mesh_send` besides the number of a message. */
 enum { PL_SENT = 0, PL_NOT_SENT = -1 };
 
+/* The channel of messages that schedules take (schedule.h). Python doesn't see them. */
+enum { PL_SCHEDULES = -1 };
+
 typedef struct pl_mesh pl_mesh;
 
 PL_EXPORT pl_mesh *pl_mesh_open(int eager);

@@ -25,7 +25,7 @@ enum {
   PL_LINE = 64,              /* bytes of a cache line: cells of different uses share none */
   PL_SLOTS = 4,              /* stages of a rank, used in turn */
   PL_STAGE = 2 << 20,        /* bytes of a stage */
-  PL_SMALL = 32 << 10,       /* bytes of each half of a small stage */
+  PL_SMALL = 256 << 10,      /* bytes of each half of a small stage */
   PL_META = 16 << 10,        /* bytes of each half of a rank's meta */
   PL_MAIL = 16 << 10,        /* bytes of each half of a rank's mailbox */
   PL_TEXT = 4096,            /* bytes of a rank's text, and of its note */

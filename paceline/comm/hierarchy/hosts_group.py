@@ -29,6 +29,7 @@ from paceline.comm.collectives import (
     GeneratorWork,
     UncheckedExchange,
     all_gather_by_exchange,
+    all_reduce_by_schedule_agreed,
 )
 from paceline.comm.group_protocol import (
     Group,
@@ -73,6 +74,15 @@ class ComparesCalls(Protocol):
 
         Raises `Mismatch` on all ranks if they are not about to make the same call.
         """
+        ...
+
+
+@runtime_checkable
+class CarriesSmall(Protocol):
+    """A group whose comparison of an all-reduce carries tensors, if they are small."""
+
+    def carries_with_comparison(self, x: Tensor) -> bool:
+        """Whether `x` is so small."""
         ...
 
 
@@ -166,6 +176,9 @@ class HostsGroup:
     def all_reduce(
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
+        # A tiny tensor crosses with the comparison, from every rank to every rank: one round trip.
+        if isinstance(self.flat, CarriesSmall) and self.flat.carries_with_comparison(x):
+            return self.flat.all_reduce(x, op=op, name=name, out=out)
         self._compare_call(fingerprint.reduction_call("all_reduce", x, op, name, out))
         return self.all_reduce_agreed(x, op=op, out=out)
 
@@ -217,6 +230,10 @@ class HostsGroup:
         outputs = () if out is None else [out]
         job = StagedJob(reduction.flows, reduction.conclude, what, self._deadline, outputs)
         return self._executor.start_job(job, soon=soon and x.numel() <= SHORT)
+
+    def reduce_by_schedule(self, x: Tensor, plan: Schedule, op: Op, out: Tensor) -> Work[Tensor]:
+        """Reduce by a schedule of all ranks over the network, as `RunsSchedules` describes."""
+        return all_reduce_by_schedule_agreed(self.flat, x, plan, op, out=out)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate memory that is registered with this host's group."""

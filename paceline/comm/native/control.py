@@ -22,8 +22,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from torch import Tensor
+
 from paceline.cluster import network
 from paceline.cluster.store import Store
+from paceline.comm.group_protocol import Op
+from paceline.comm.native.schedule_run import WRONG_BYTES, RunFailure, ScheduleRun
+from paceline.comm.native.schedule_steps import RankSteps, compile_steps
 from paceline.comm.p2p.connection import (
     STRANGERS,
     ListeningAddress,
@@ -32,6 +37,7 @@ from paceline.comm.p2p.connection import (
     call_worker,
 )
 from paceline.comm.p2p.socket_mesh import NOT_SENT, SENT, ArrivedMessage, SocketMesh, give_back
+from paceline.comm.schedule import Schedule
 from paceline.errors import DeadlineExceeded, PlaceError
 from paceline.native.functions import address_of_bytes
 
@@ -82,10 +88,7 @@ class ControlExchange:
                 ctypes.memmove(_address_of(self._places[index]), arrived.address, nbytes)
         else:
             source = self._end.names[self._awaited[index][0]]
-            self._flaw = (
-                f"rank {source} sent {nbytes} bytes, not the {self._places[index].nbytes} "
-                "that it should have sent"
-            )
+            self._flaw = describe_wrong_size(source, nbytes, self._places[index].nbytes)
         self._missing.discard(index)
         give_back(arrived.address)
 
@@ -175,6 +178,9 @@ class ControlNetwork:
         # Exchanges that wait for a message, each with the index of the message.
         self._awaited: dict[Key, deque[tuple[ControlExchange, int]]] = {}
         self._sending: list[ControlExchange] = []  # exchanges with payloads that are not sent yet
+        # All-reduces that have not ended well: C may write to their tensors until the mesh closes.
+        self._runs: list[ScheduleRun] = []
+        self._n_runs = 0  # so far; all ranks begin them in the same order
         self.lost = ""  # why messages may be lost; empty if none are
         self._lock = threading.Lock()
         self._waker, self._woken = socket.socketpair()  # ends a wait for callers
@@ -349,6 +355,37 @@ class ControlNetwork:
                 self._sending.pop()
         return exchange
 
+    def plan_reduction(self, schedule: Schedule, numel: int) -> RankSteps:
+        """Compile this rank's steps of a schedule, for a tensor of `numel` elements."""
+        links = tuple(self.links.get(rank, -1) for rank in range(self.size))
+        return compile_steps(schedule, self.rank, numel, links)
+
+    def start_reduction(self, steps: RankSteps, tensor: Tensor, op: Op) -> ScheduleRun:
+        """Begin to reduce a contiguous tensor in place. All ranks begin reductions in one order.
+
+        `steps`: from `plan_reduction`, for the number of elements of the tensor.
+        """
+        with self._lock:
+            self._runs = [run for run in self._runs if not run.has_ended_well]
+            self._n_runs += 1
+            run = ScheduleRun(
+                self.mesh,
+                self._n_runs,
+                steps,
+                tensor,
+                op,
+                describe_failure=self._describe_failure,
+            )
+            self._runs.append(run)
+        return run
+
+    def _describe_failure(self, failure: RunFailure) -> str:
+        source = self.names[self._ranks[failure.link]]
+        if failure.state == WRONG_BYTES:
+            return describe_wrong_size(source, failure.came, failure.wanted)
+        reason = self.mesh.find_end(failure.link)
+        return f"the connection to rank {source} has ended: {reason}"
+
     def look_for_messages(self) -> None:
         """Hand messages that have come to the exchanges that wait for them."""
         with self._lock:
@@ -391,10 +428,16 @@ class ControlNetwork:
             self._waker.close()
             self._woken.close()
         self.mesh.close()
+        self._runs.clear()
         for messages in early.values():
             for arrived in messages:
                 give_back(arrived.address)
         self._listener.close()
+
+
+def describe_wrong_size(source: int, nbytes: int, wanted: int) -> str:
+    """Say that a message of rank `source` has another size than it should have."""
+    return f"rank {source} sent {nbytes} bytes, not the {wanted} that it should have sent"
 
 
 def _address_of(payload: Payload) -> int:

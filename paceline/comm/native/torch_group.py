@@ -2,14 +2,15 @@
 
     all_reduce of                                  way
     a few KB, or up to 512 KB between two          each rank sends to all, and adds in rank order
-    up to 512 KB                                   each rank adds its own chunk, over `control`
-    dtypes that Gloo adds, larger                  Gloo's ring
-    halves, and dtypes that Gloo doesn't add       each rank adds its own chunk (`build_owners`)
+    up to 512 KB, or between two                   each rank adds its own chunk (`build_owners`)
+    larger, dtypes that Gloo adds                  Gloo's ring
+    larger, halves and other dtypes                each rank adds its own chunk
     CUDA tensors, backend "gloo"                   the same, through the processor's memory
     CUDA tensors, backend "nccl"                   NCCL, halves as float32
 
 Every call is compared over the control connections before it starts, as Gloo ends the process if
-ranks bring different sizes. Halves are added in float32.
+ranks bring different sizes. A small tensor of `all_reduce` travels with the comparison. C runs the
+schedules over the same connections. Halves are added in float32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import json
 import struct
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
@@ -37,6 +38,7 @@ from paceline.comm.group_protocol import (
     needs_inference_mode,
     resume_mode,
 )
+from paceline.comm.native.connection_reductions import ConnectionReductions, copy_values
 from paceline.comm.native.native_calls import NativeCalls, make_nccl, stage_input
 from paceline.comm.native.transport import (
     MESSAGES,
@@ -55,6 +57,7 @@ else:
 TAGS = 1 << 20  # first tag of collectives, and number of their tags
 RECENT = 1024  # last collectives whose names are kept for messages
 SMALL = 16 << 10  # bytes of all ranks together that every rank sends to every rank
+COMPARED = 64 << 10  # bytes of a tensor of two ranks that travels with the comparison of the call
 # Dtypes that Gloo reduces.
 NATIVE = (torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64)
 BACKENDS = ("gloo", "nccl")
@@ -81,6 +84,7 @@ class TorchGroup:
         self._native = NativeCalls(
             fabric, meter, make_nccl(store, fabric) if backend == "nccl" else None
         )
+        self._over_connections = ConnectionReductions(fabric, meter, self._record_span)
         self.traffic: Traffic = meter.traffic
         self._reserved_parts = self._tags = 0  # subgroups and reservations made; tags given
         self._tag_names: dict[int, str] = {}  # names of the last calls, by tag
@@ -215,8 +219,18 @@ class TorchGroup:
         self, x: Tensor, *, op: Op = "sum", name: str | None = None, out: Tensor | None = None
     ) -> Work[Tensor]:
         """Reduce every rank's `x`. It returns, with the sum under way, once all ranks are here."""
-        self.check_call(fingerprint.reduction_call("all_reduce", x, op, name, out))
+        call = fingerprint.reduction_call("all_reduce", x, op, name, out)
+        if self.carries_with_comparison(x) and not call.flaw:
+            began, answers = time.perf_counter_ns(), self.check_call(call, copy_values(x))
+            return self._over_connections.reduce_messages(answers, x, op, out, began=began)
+        self.check_call(call)
         return self.all_reduce_agreed(x, op=op, out=out)
+
+    def carries_with_comparison(self, x: Tensor) -> bool:
+        """Whether `x` is so small that it travels in the message which compares the call."""
+        nbytes = x.numel() * x.element_size()
+        limit = COMPARED if self.size == 2 else SMALL // self.size
+        return x.device.type == "cpu" and self.size > 1 and nbytes <= limit
 
     def all_reduce_agreed(
         self, x: Tensor, *, op: Op = "sum", out: Tensor | None = None
@@ -235,29 +249,24 @@ class TorchGroup:
         held = reduction_rules.accumulation_dtype(x.dtype, op) if on_nccl else x.dtype
         additive = x.is_complex() and op in ("sum", "mean")
         nbytes = x.numel() * x.element_size()
-        small = not on_nccl and nbytes <= SMALL_MESSAGE
-        if self.size == 1 or (small and (self.size == 2 or nbytes * self.size <= SMALL)):
-            return self._reduce_by_schedule(x, schedule.build_direct(self.size), op, out)
-        if small or (held not in NATIVE and not additive):
-            return self._reduce_by_schedule(x, schedule.build_owners(self.size), op, out)
+        small = nbytes <= SMALL_MESSAGE
+        can_native = held in NATIVE or additive
+        at_once = self.size == 1 or (small and self.size == 2) or nbytes * self.size <= SMALL
+        plan = (schedule.build_direct if at_once else schedule.build_owners)(self.size)
+        if not on_nccl and (small or self.size <= 2 or not can_native):
+            return self.reduce_by_schedule(x, plan, op, out)
+        if self.size == 1 or not can_native:  # on a GPU
+            tag = self._reserve_tags("all_reduce")
+            return collectives.all_reduce_by_schedule_agreed(self, x, plan, op, out=out, tag=tag)
         with resume_mode(needs_inference_mode(out)):
             staged = stage_input(x, out, held)
         return self._native.reduce(x, op, out, staged, self._record_span)
 
-    def _reduce_by_schedule(
+    def reduce_by_schedule(
         self, x: Tensor, plan: schedule.Schedule, op: Op, out: Tensor
     ) -> Work[Tensor]:
-        began = time.perf_counter_ns()
-        work = collectives.all_reduce_by_schedule_agreed(
-            self, x, plan, op, out=out, tag=self._reserve_tags("all_reduce")
-        )
-
-        def steps() -> Generator[Work[Any], None, Tensor]:
-            yield work
-            self._record_span(began)
-            return out
-
-        return collectives.GeneratorWork(steps()) if self.trace.keeps_spans else work
+        """Reduce a tensor in the CPU's memory by a schedule, as `RunsSchedules` describes."""
+        return self._over_connections.reduce_by_schedule(x, plan, op, out)
 
     def _record_span(self, began: int) -> None:
         self.trace.record_span(

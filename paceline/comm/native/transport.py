@@ -27,11 +27,13 @@ from paceline import callsite
 from paceline.at_exit import call_at_exit
 from paceline.cluster.store import Store, wrap_store
 from paceline.comm.cancellation import CancelScope
-from paceline.comm.group_protocol import needs_inference_mode, resume_mode
+from paceline.comm.group_protocol import Op, needs_inference_mode, resume_mode
 from paceline.comm.native import sockets, waitposts
 from paceline.comm.native.control import SMALL, ControlNetwork
+from paceline.comm.native.schedule_steps import RankSteps, compile_steps
 from paceline.comm.native.waitposts import GroupEnd
 from paceline.comm.p2p.connection import SILENCE, ListeningAddress
+from paceline.comm.schedule import Schedule
 from paceline.comm.waitgraph import GRACE, RankWait, describe_late, find_missing, make_stuck_error
 from paceline.errors import DeadlineExceeded, Mismatch, PacelineError, ViewChanged, WorkerLost
 
@@ -220,6 +222,18 @@ class GlooTransport:
             owners=[x for _, x in (*sends, *recvs)],
         )
         return self.track_wait(exchange)
+
+    def plan_reduction(self, plan: Schedule, numel: int) -> RankSteps:
+        """Compile this rank's steps of a schedule, for a tensor of `numel` elements."""
+        if self.size == 1:
+            return compile_steps(plan, self.rank, numel, ())
+        return self._control.plan_reduction(plan, numel)
+
+    def start_reduction(self, steps: RankSteps, tensor: Tensor, op: Op) -> TorchWait:
+        """Begin to reduce a contiguous CPU tensor in place, by the steps of a schedule."""
+        if self.size == 1:
+            return _Ended()
+        return self.track_wait(self._control.start_reduction(steps, tensor, op))
 
     def gather_table(self, channel: str, payload: bytes, text: str) -> list[bytes]:
         """Gather every rank's payload, in rank order, by control messages."""

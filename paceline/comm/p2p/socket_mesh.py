@@ -143,6 +143,11 @@ class SocketMesh:
         self._native.mesh_expect(self._address, link, channel, key, address, nbytes)
 
     @property
+    def address(self) -> int:
+        """Address of the mesh in memory, for other functions of C."""
+        return int(self._address)
+
+    @property
     def changes(self) -> int:
         """Number of changes so far."""
         return int(self._native.mesh_changes(self._address))

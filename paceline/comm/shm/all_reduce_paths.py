@@ -19,7 +19,7 @@ from paceline.comm.reduction_rules import is_allowed, overlaps_partly
 from paceline.comm.shm import shared_reductions
 from paceline.comm.shm.moving import MovedMemory, is_movable
 from paceline.comm.shm.registered import MemoryRegistry, RegisteredMemory
-from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
+from paceline.comm.shm.segment import ControlSegment, Steps
 from paceline.comm.shm.shared_segment import empty_on_cpu
 from paceline.comm.shm.window_messages import (
     Landing,
@@ -29,6 +29,8 @@ from paceline.comm.shm.window_messages import (
     is_plain,
 )
 from paceline.errors import Mismatch, UsageError
+
+BY_MESSAGES = 32 << 10  # most bytes of a broadcast that goes by messages from wherever it lies
 
 
 class AllReducePaths:
@@ -63,7 +65,7 @@ class AllReducePaths:
         # Sum right into the result if its elements are in order and it holds no unread part of `x`.
         direct = is_plain(result) and not overlaps_partly(source, result)
         target = result.detach().view(-1) if direct else empty_on_cpu(source.shape, source.dtype)
-        is_small = x.numel() * x.element_size() <= SMALL
+        is_small = x.numel() * x.element_size() <= self._segment.small
         if meeting is None and is_small and is_allowed(op, x.dtype):
             yield from shared_reductions.all_reduce_small(self._segment, source, target, op, call)
         else:
@@ -155,7 +157,7 @@ class AllReducePaths:
         nbytes, rank = x.numel() * x.element_size(), self._segment.rank
         place, own_place = (
             self._find_place(x)
-            if nbytes > SMALL and is_plain(x) and not call.flaw
+            if nbytes > BY_MESSAGES and is_plain(x) and not call.flaw
             else (None, None)
         )
         landing = x.detach() if call.flaw or is_plain(x) else empty_on_cpu(x.shape, x.dtype)

@@ -27,7 +27,8 @@ from paceline.errors import PacelineError
 from paceline.native.functions import address_of, load_functions
 
 # As in native/segment.h:
-SMALL = 32 << 10  # bytes of each half of a small stage, for tensors that every rank sums by itself
+SMALL = 256 << 10  # bytes of each half of a small stage, for tensors that every rank sums by itself
+ADDED = 1 << 20  # bytes that a rank may add so, from all ranks: a million take some 50 us
 META = 16 << 10  # bytes of each half of a rank's meta
 MAIL = 16 << 10  # bytes of each half of a rank's mailbox
 TEXT = 4096  # bytes of a rank's text, and of its note
@@ -116,6 +117,7 @@ class ControlSegment:
         self.operation = address_of(self._operation)
         self._span = self._native.segment_bytes(1)  # bytes of a rank
         self.block = self.state.block  # bytes of a block
+        self.small = min(SMALL, ADDED // self.size)  # most bytes that every rank sums by itself
         self._segment = segment
         self._bytes = segment.view_bytes()
         self._others = [r for r in range(self.size) if r != rank]

@@ -36,7 +36,7 @@ from paceline.comm.group_protocol import Group, Op, Traffic, Work
 from paceline.comm.shm import shared_reductions
 from paceline.comm.shm.all_reduce_paths import AllReducePaths
 from paceline.comm.shm.registered import MemoryRegistry
-from paceline.comm.shm.segment import SMALL, ControlSegment, Steps
+from paceline.comm.shm.segment import ControlSegment, Steps
 from paceline.comm.shm.shared_segment import PAGE, empty_on_cpu
 from paceline.comm.shm.small_all_reduce import SmallCalls
 from paceline.comm.shm.window_messages import (
@@ -137,7 +137,7 @@ class SharedGroup:
         if (
             out is not None
             and not call.flaw
-            and nbytes > SMALL
+            and nbytes > self.segment.small
             and out.data_ptr() == x.data_ptr()
             and is_plain(x)
             and is_plain(out)
@@ -171,7 +171,7 @@ class SharedGroup:
             whole: The tensor to move, which `x` is a part of, as long on all ranks. Default: `x`.
         """
         nbytes = x.numel() * x.element_size()
-        if nbytes <= SMALL:
+        if nbytes <= self.segment.small:
             return self.all_reduce(x, op=op, out=x)
         call = _check_device(reduction_call("all_reduce", x, op, None, x), x)._replace(place=MOVING)
         _count_all_reduce(self.traffic, nbytes, self.size)

@@ -1,6 +1,6 @@
 """Reductions in shared memory: begins them, and lets C do the work (native/operations.c).
 
-    small       at most SMALL bytes: every rank adds all of it, after one meeting
+    small       at most `segment.small` bytes: every rank adds all of it, after one meeting
     staged      block by block through the stages of the segment
     registered  every rank reaches the tensors of all others: each adds its piece where it lies, and
                 hands the sum out, between two posts
@@ -99,7 +99,7 @@ class SmallReduction(ctypes.Structure):
 def describe_small(
     segment: ControlSegment, x: Tensor, op: Op, call: CallFingerprint
 ) -> SmallReduction:
-    """Describe the all-reduce of a tensor of at most SMALL bytes."""
+    """Describe the all-reduce of a tensor of at most `segment.small` bytes."""
     mark = segment.hash_call(call)
     return SmallReduction(x.numel(), x.nbytes, mark, DTYPES[x.dtype], OPERATIONS[op])
 
@@ -107,7 +107,7 @@ def describe_small(
 def all_reduce_small(
     segment: ControlSegment, x: Tensor, out: Tensor, op: Op, call: CallFingerprint
 ) -> Steps:
-    """Reduce at most SMALL bytes: every rank adds all of it, so ranks meet only once."""
+    """Reduce at most `segment.small` bytes: every rank adds all of it, so ranks meet only once."""
     values, addresses = describe_small(segment, x, op, call), (x.data_ptr(), out.data_ptr())
     load_functions().begin_small(segment.operation, segment.pointer, address_of(values), *addresses)
     if (yield from advance_to_end(segment)) == MISMATCH:

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline.comm.fingerprint import CallFingerprint, reduction_call
 from paceline.comm.group_protocol import Op
 from paceline.comm.reduction_rules import is_allowed
-from paceline.comm.shm.segment import SMALL, Steps
+from paceline.comm.shm.segment import Steps
 from paceline.comm.shm.shared_reductions import MISMATCH, SmallReduction, describe_small
 from paceline.comm.shm.shared_segment import empty_on_cpu
 from paceline.comm.shm.work_queue import QueuedWork, WorkQueue
@@ -48,7 +48,7 @@ class SmallCalls:
             or (out is not None and out is not x)
             or x.layout is not torch.strided
             or not x.is_cpu
-            or x.nbytes > SMALL
+            or x.nbytes > self._queue.segment.small
             or not x.is_contiguous()
             or x.is_neg()
         ):

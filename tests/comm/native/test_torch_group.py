@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch.distributed import HashStore
 
 from paceline.comm import collectives, reduction_rules
-from paceline.comm.group_protocol import piece_bounds
+from paceline.comm.group_protocol import OPS, piece_bounds
 from paceline.comm.native import sockets
 from paceline.comm.native.torch_group import TorchGroup
 from paceline.comm.schedule import SCHEDULES, build_schedule
@@ -30,6 +31,7 @@ from paceline.errors import (
 )
 from tests.harness.jobs import PATIENCE
 from tests.harness.native_processes import Crew, heard, run, say
+from tests.harness.thread_groups import ThreadGroup, spawn
 
 pytestmark = pytest.mark.jobs
 
@@ -310,6 +312,56 @@ def test_traffic_is_told_apart_by_host() -> None:
         (16, 16 + ring),
         (0, 32 + ring),
     ]
+
+
+def _reduce_by_every_schedule(
+    group: TorchGroup | ThreadGroup, hosts: list[int]
+) -> dict[tuple[str, str, str, int], bytes]:
+    """Reduce by every schedule, with every operation and dtype. The bits of all results."""
+    results = {}
+    for name, dtype, op in product(SCHEDULES, reduction_rules.DTYPES, OPS):
+        if not reduction_rules.is_allowed(op, dtype):
+            continue
+        for numel in (0, 1, 11, 301):
+            x = mine(group.rank, (numel,), dtype)
+            total = collectives.all_reduce_by_schedule_agreed(
+                group, x, build_schedule(name, hosts), op
+            ).wait()
+            results[name, str(dtype), op, numel] = total.view(torch.uint8).numpy().tobytes()
+    return results
+
+
+@pytest.mark.parametrize("hosts", [[0, 1], [0, 1, 0], [0, 0, 1, 1, 0]])
+def test_c_and_python_run_schedules_to_the_same_bits(hosts: list[int]) -> None:
+    # a group of threads has no connections, so Python runs its schedules
+    wanted = spawn(len(hosts), lambda group: _reduce_by_every_schedule(group, hosts))
+    found = run(len(hosts), _reduce_by_every_schedule, hosts)
+    for rank, results in enumerate(found):
+        assert results.keys() == wanted[rank].keys() and results
+        assert results == found[0]
+        differ = {key[1:3] for key in results if results[key] != wanted[rank][key]}
+        # torch multiplies complex numbers in two ways: see native/reduce.h
+        assert differ <= {("torch.complex64", "product"), ("torch.complex128", "product")}
+
+
+def _reduce_while_one_computes(group: TorchGroup) -> float:
+    work = collectives.all_reduce_by_schedule_agreed(
+        group, torch.full((10,), 1.0 + group.rank), build_schedule("ring", [0] * 3)
+    )
+    if group.rank == 1:
+        heard(group, "the others have their sums")
+    total = work.wait()[0].item()
+    if group.rank != 1:
+        say(group, "has its sum")
+    return float(total)
+
+
+def test_a_rank_passes_sums_on_though_it_does_not_wait() -> None:
+    crew = Crew(3, _reduce_while_one_computes)
+    for rank in (0, 2):
+        crew.heard(rank, "has its sum")
+    crew.tell(1, "the others have their sums")
+    assert crew.results() == [6.0] * 3
 
 
 def _killed(group: TorchGroup, how: str) -> tuple[str, tuple[int, ...]]:

@@ -81,7 +81,7 @@ def test_every_reduction_of_every_dtype_is_that_of_one_process(size: int) -> Non
             for op in OPS:
                 if not defined(op, dtype):
                     continue
-                for shape in [(7, 3), (20_011,), (0, 4), ()]:
+                for shape in [(7, 3), (160_088,), (0, 4), ()]:
                     parts = [mine(r, shape, dtype) for r in range(size)]
                     wanted = reduce_parts(op, parts)
                     x = parts[rank].clone()
@@ -145,7 +145,7 @@ def test_halves_are_summed_in_float32() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         for dtype, big in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
-            for length in (1, 50_000):
+            for length in (1, 400_000):
                 x = torch.full((length,), [big, 1.0, 1.0][rank], dtype=dtype)
                 registered = group.empty((length,), dtype).copy_(x)
                 for out in (x, registered):
@@ -280,7 +280,7 @@ def test_a_broadcast_of_registered_memory_takes_it_where_it_lies_if_all_ranks_ha
 def test_a_subgroup_of_all_that_is_closed_leaves_registered_memory_alone() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
-        memory = group.empty((20_000,), torch.float32)
+        memory = group.empty((160_000,), torch.float32)
         hands = group.make_subgroup(range(size))
         assert hands is not None
         hands.close()
@@ -297,7 +297,7 @@ def test_memory_that_is_released_is_forgotten() -> None:
         group = join(store, rank, size)
         seen = set()
         for turn in range(12):
-            shape = (30_000 + 5000 * (turn % 2),)
+            shape = (240_000 + 40_000 * (turn % 2),)
             memory = group.empty(shape, torch.float32)
             seen.add(memory.data_ptr())
             for _ in range(2):
@@ -316,11 +316,11 @@ def test_memory_that_is_released_is_forgotten() -> None:
 def test_memory_registered_in_another_order_or_at_another_place_is_a_mismatch() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
-        memories = [group.empty((20_000,), torch.float32) for _ in range(2)]
-        plain = torch.ones(20_000)
+        memories = [group.empty((160_000,), torch.float32) for _ in range(2)]
+        plain = torch.ones(160_000)
         for mine in (
             memories[rank],
-            memories[0][rank : rank + 19_000],
+            memories[0][rank : rank + 152_000],
             memories[0] if rank else plain,
         ):
             with pytest.raises(Mismatch, match=r"rank 0 at .*rank 1 at .*registered"):
@@ -334,13 +334,13 @@ def test_memory_registered_in_another_order_or_at_another_place_is_a_mismatch() 
 def test_memory_that_stands_in_for_registered_memory_on_some_ranks() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
-        memory, own = group.empty((20_000,), torch.float32), torch.empty(20_000)
+        memory, own = group.empty((160_000,), torch.float32), torch.empty(160_000)
         kept = memory.fill_(-1.0)
         group.stand_in(own)
         for turn, without in enumerate(({0}, {size - 1}, {*range(size)}, set(), {0})):
-            parts = [mine(r, (20_000,), torch.float32, turn) for r in range(size)]
+            parts = [mine(r, (160_000,), torch.float32, turn) for r in range(size)]
             flat = own if rank in without else memory
-            for view in (flat, flat[100:15_000]):
+            for view in (flat, flat[100:120_000]):
                 flat.copy_(parts[rank])
                 assert group.all_reduce(view, out=view, name=f"bucket {turn}").wait() is view
                 low = view.storage_offset() - flat.storage_offset()
@@ -366,11 +366,11 @@ def test_sums_in_and_out_of_inference_mode() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         group = join(store, rank, size)
         with torch.inference_mode():
-            memory = group.empty((20_000,), torch.float32)
-            for length in (3, 20_000):
+            memory = group.empty((160_000,), torch.float32)
+            for length in (3, 160_000):
                 assert group.all_reduce(torch.ones(length)).wait()[-1] == 2
             group.all_reduce(memory, out=memory).wait()
-        for length in (3, 20_000):
+        for length in (3, 160_000):
             assert group.all_reduce(torch.ones(length)).wait()[-1] == 2
         group.all_reduce(memory.fill_(1), out=memory).wait()
         assert memory[-1] == 2
@@ -502,7 +502,7 @@ class Story:
         )
         self.pause = pause
         self.pending: list[tuple[Work[Any], Callable[[Any], bool]]] = []
-        self.memory = group.empty((30_000,), torch.float32)
+        self.memory = group.empty((240_000,), torch.float32)
         self.busy = False  # whether an operation on the registered memory is pending
 
     def run(self, turns: int) -> None:
@@ -534,7 +534,7 @@ class Story:
         return [mine(r, shape, torch.float32, turn) for r in range(self.group.size)]
 
     def length(self) -> int:
-        return self.dice.choice([0, 1, 100, 8192, 8193, self.dice.randrange(50_000)])
+        return self.dice.choice([0, 1, 100, 65_536, 65_537, self.dice.randrange(400_000)])
 
     def reduce(self, turn: int) -> None:
         parts, op = self.data((self.length(),), turn), self.dice.choice(OPS)
@@ -547,8 +547,8 @@ class Story:
         if self.busy:
             return
         self.busy = True
-        low = self.dice.randrange(10_000)
-        view = self.memory[low : low + self.dice.randrange(20_000)]
+        low = self.dice.randrange(80_000)
+        view = self.memory[low : low + self.dice.randrange(160_000)]
         parts = self.data((view.numel(),), turn)
         view.copy_(parts[self.group.rank])
         self.start(
@@ -584,7 +584,7 @@ class Story:
         )
 
     def agree(self, turn: int) -> None:
-        length = self.dice.choice([0, 5, 40_000])
+        length = self.dice.choice([0, 5, 320_000])
         wanted = [bytes([r + turn & 255]) * (length + r) for r in range(self.group.size)]
         assert self.group.gather_bytes(wanted[self.group.rank]) == wanted
 
@@ -631,9 +631,9 @@ def test_many_random_stories(seed: int) -> None:
             ["[3]", "[4]", "'w'"],
         ),
         (
-            lambda g: g.all_reduce(torch.ones(30_000)),
-            lambda g: g.all_reduce(torch.ones(30_001)),
-            ["[30000]", "[30001]"],
+            lambda g: g.all_reduce(torch.ones(240_000)),
+            lambda g: g.all_reduce(torch.ones(240_001)),
+            ["[240000]", "[240001]"],
         ),
         (
             lambda g: g.all_reduce(torch.ones(3)),
@@ -696,10 +696,10 @@ def test_many_random_stories(seed: int) -> None:
 def test_a_mismatch_is_raised_on_every_rank(first: Any, second: Any, names: list[str]) -> None:
     def body(rank: int, size: int, store: Store) -> str:
         group = join(store, rank, size)
-        before, after = group.all_reduce(torch.ones(30_000)), None
+        before, after = group.all_reduce(torch.ones(240_000)), None
         with pytest.raises(Mismatch) as caught:
             work = (first if rank == 0 else second)(group)
-            after = group.all_reduce(torch.ones(30_000))
+            after = group.all_reduce(torch.ones(240_000))
             work.wait()
         assert before.wait()[0] == size and (after is None or after.wait()[0] == size)
         group.barrier().wait()  # the group still works
@@ -719,7 +719,7 @@ def test_a_mismatch_is_raised_on_every_rank(first: Any, second: Any, names: list
     ("call", "names"),
     [
         (lambda g: g.all_reduce(torch.ones(3, dtype=torch.int64), op="mean"), "mean"),
-        (lambda g: g.all_reduce(torch.ones(30_000, dtype=torch.int64), op="mean"), "mean"),
+        (lambda g: g.all_reduce(torch.ones(240_000, dtype=torch.int64), op="mean"), "mean"),
         (lambda g: g.reduce_scatter(torch.ones(30_000, dtype=torch.bool)), "bool"),
         (lambda g: g.all_reduce(torch.ones(3, dtype=torch.complex64), op="max"), "complex64"),
         (lambda g: g.all_reduce(torch.ones(3), op="median"), "median"),
@@ -727,7 +727,7 @@ def test_a_mismatch_is_raised_on_every_rank(first: Any, second: Any, names: list
             lambda g: g.all_reduce(torch.ones(3), out=torch.ones(2) if g.rank == 1 else None),
             "rank 1",
         ),
-        (lambda g: g.all_reduce(torch.ones(30_000), out=torch.ones(30_000).double()), "float64"),
+        (lambda g: g.all_reduce(torch.ones(240_000), out=torch.ones(240_000).double()), "float64"),
         (lambda g: g.broadcast(torch.ones(3), root=9), "root=9"),
         (lambda g: g.all_to_all([torch.ones(3)]), "1 tensors for 2 ranks"),
         (lambda g: g.all_reduce(torch.eye(3).to_sparse() if g.rank else torch.eye(3)), "sparse"),
@@ -788,7 +788,7 @@ def test_subgroups_overlap_and_have_subgroups() -> None:
         )
         assert (low is None, high is None, back is None) == (rank == 3, rank == 0, rank in (1, 2))
         works = [
-            (g, g.all_reduce(torch.full((20_000,), 1.0 + rank)))
+            (g, g.all_reduce(torch.full((160_000,), 1.0 + rank)))
             for g in (low, high, back)
             if g is not None
         ]
@@ -849,7 +849,7 @@ def test_many_groups_in_one_process() -> None:
     def body(rank: int, size: int, store: Store) -> None:
         groups = [join(store.open_substore(str(number)), rank, size) for number in range(6)]
         works = [
-            group.all_reduce(torch.full((20_000,), float(number)))
+            group.all_reduce(torch.full((160_000,), float(number)))
             for number, group in enumerate(groups)
         ]
         assert [work.wait()[0].item() for work in works] == [2.0 * number for number in range(6)]
@@ -880,7 +880,7 @@ def test_agree_beside_pending_operations_in_any_order() -> None:
             for reducing in order:
                 time.sleep(dice.random() * 1e-3 if dice.random() < 0.5 else 0)
                 if reducing:
-                    works.append(group.all_reduce(torch.ones(40_000)))
+                    works.append(group.all_reduce(torch.ones(320_000)))
                 else:
                     agreed.append(group.gather_bytes(bytes([rank] * 3)))
             assert [work.wait()[-1].item() for work in works] == [size] * 3 and agreed == [
@@ -958,7 +958,7 @@ def test_too_little_shared_memory_is_said_on_all_ranks(small: Path, tmp_path: Pa
             group.empty((10**6,), torch.float32)
         with pytest.raises(ResourceError, match="shm-size"):
             group.make_subgroup([1, 2])
-        memory = group.empty((20_000,), torch.float32)  # this fits
+        memory = group.empty((70_000,), torch.float32)  # this fits
         assert (
             group.all_reduce(memory.fill_(1), out=memory).wait()[0] == size
             and os.listdir(small) == []

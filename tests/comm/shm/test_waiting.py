@@ -119,10 +119,10 @@ def test_abort_ends_pending_work_here_and_is_seen_elsewhere() -> None:
         if rank == 1:
             store.take("aborted")
             with pytest.raises(ViewChanged, match="aborted by rank 0"):
-                group.all_reduce(torch.ones(30_000)).wait()
+                group.all_reduce(torch.ones(240_000)).wait()
                 group.barrier().wait()
             return
-        pending = [group.all_reduce(torch.ones(30_000)), group.barrier()]
+        pending = [group.all_reduce(torch.ones(240_000)), group.barrier()]
         with pytest.raises(ViewChanged, match="aborted"):
             threading.Timer(0.05, group.abort).start()
             pending[1].wait()
@@ -199,7 +199,7 @@ def test_a_timeout_ends_only_that_wait() -> None:
         group = join(store, rank, size)
         if rank == 0:
             store.take("waited")
-        work = group.all_reduce(torch.full((40_000,), 1.0 + rank), name="w")
+        work = group.all_reduce(torch.full((320_000,), 1.0 + rank), name="w")
         if rank == 1:
             for _ in range(2):
                 start = time.monotonic()
@@ -243,12 +243,12 @@ def test_an_interrupted_wait_may_be_tried_again_an_interrupted_meeting_not() -> 
         group = join(store, rank, size)
         if rank == 1:
             store.take("heard")
-            assert group.all_reduce(torch.ones(30_000)).wait()[0] == 2
+            assert group.all_reduce(torch.ones(240_000)).wait()[0] == 2
             with pytest.raises(WorkerLost, match=r"rank 0 broke off .*KeyboardInterrupt"):
                 group.barrier().wait()
             return
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        work = group.all_reduce(torch.ones(30_000))
+        work = group.all_reduce(torch.ones(240_000))
         with pytest.raises(KeyboardInterrupt):
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
             work.wait()
@@ -286,7 +286,7 @@ def test_waits_that_end_late_are_no_mismatch() -> None:
         group = join(store, rank, size)
         if rank == 0:
             time.sleep(GRACE + 0.3)
-        work = group.all_reduce(torch.ones(30_000))
+        work = group.all_reduce(torch.ones(240_000))
         if rank != 0:
             group.gather_bytes(b"")
         work.wait()
@@ -315,11 +315,11 @@ def test_a_rank_that_fails_alone_breaks_the_group_for_all() -> None:
         group = join(store, rank, size)
         with pytest.raises((RuntimeError, PacelineError)) as caught:
             out = (
-                torch.zeros(60_000)[::2].as_subclass(Unwritable)
+                torch.zeros(480_000)[::2].as_subclass(Unwritable)
                 if rank == 1
-                else torch.zeros(30_000)
+                else torch.zeros(240_000)
             )
-            group.all_reduce(torch.ones(30_000), out=out).wait()
+            group.all_reduce(torch.ones(240_000), out=out).wait()
             group.barrier().wait()
         assert ("it can't be written" if rank == 1 else "rank 1 broke off") in str(caught.value)
         with pytest.raises(WorkerLost, match="rank 1"):
