@@ -160,25 +160,23 @@ def count_servers(question: BudgetQuestion) -> int:
         raise UsageError(
             f"a budget of {budget:g} doesn't pay one server for one hour, which costs {price:g}"
         )
-    if question.deadline is None:
-        wanted = question.rates.largest if question.servers is None else question.servers
-        affordable = math.floor(budget / price)
-        if question.servers is not None and affordable < wanted:
-            raise UsageError(
-                f"--servers {wanted} contradicts a budget of {budget:g}: it pays {affordable} "
-                "servers for one hour"
-            )
-        return min(wanted, affordable)
-    hours = question.deadline / HOUR
+    affordable = math.floor(budget / price)
     if question.servers is not None:
+        if affordable < question.servers:
+            raise UsageError(
+                f"--servers {question.servers} contradicts a budget of {budget:g}: it pays "
+                f"{affordable} servers for one hour"
+            )
         return question.servers
-    affordable = math.floor(budget / (price * hours) + 1e-9)
-    if affordable < 1:
+    if question.deadline is None:
+        return min(question.rates.largest, affordable)
+    until_deadline = price * question.deadline / HOUR
+    if budget < until_deadline:
         raise UsageError(
             f"a budget of {budget:g} doesn't pay one server up to the deadline, which costs "
-            f"{price * hours:,.2f}"
+            f"{until_deadline:,.2f}"
         )
-    return affordable
+    return min(affordable, math.floor(budget / until_deadline + 1e-9))
 
 
 # ---- divisions
