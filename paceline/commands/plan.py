@@ -31,6 +31,9 @@ ClusterToPlan = Annotated[
 ]
 
 
+BUDGET_KEY = "paceline.budget"  # of the options of a budget, in the command's context
+
+
 class PlanCommand(TyperCommand):
     """The command. With `--budget` it has options of its own, and answers another question."""
 
@@ -40,12 +43,19 @@ class PlanCommand(TyperCommand):
 
             if "--help" in args:
                 typer.echo(budget_options.describe_budget_options())
-            else:
-                typer.echo(
-                    budget_options.answer_budget(budget_options.parse_budget_arguments(args))
-                )
-            raise typer.Exit
+                raise typer.Exit
+            arguments = budget_options.parse_budget_arguments(args)
+            ctx.meta[BUDGET_KEY] = arguments
+            args = [arguments.plan, "--budget", str(arguments.budget)]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        if BUDGET_KEY not in ctx.meta:
+            return super().invoke(ctx)
+        from paceline.plan.budgets.budget_options import answer_budget
+
+        typer.echo(answer_budget(ctx.meta[BUDGET_KEY]))
+        return None
 
 
 def plan(
