@@ -147,7 +147,9 @@ def test_misuse_ends_with_one_line(tmp_path: Path) -> None:
     for args, words in (
         (("train.py",), "give either --workers N"),
         (("none.py", "--workers", "2"), "there is no script none.py"),
-        (("model.toml", "--workers", "2"), "give a training script"),
+        (("model.pt", "--workers", "2"), "give a training script"),
+        (("model.toml", "--workers", "2"), "is a transformer by numbers"),
+        (("model.toml", "--cluster", "devices.toml"), "model.toml"),
         (("bad.json", "--workers", "2"), "isn't a profile"),
         (("train.py", "--workers", "2", "--sync", "Gossip()"), "can't be priced"),
         (("train.py", "--workers", "2", "--memory", "much"), "--memory much"),

@@ -259,6 +259,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
         "progress",
         "bare",
         "call",
+        "plan",  # its workers, strategy and shares stand in the line
     }
     same = {
         field.name for field in fields(LaunchRequest) if getattr(given, field.name) == field.default
