@@ -215,8 +215,8 @@ def _print_plan(found: Plan, out: Path | None) -> None:
         console.print(line)
     if found.correction != 1.0:
         console.print(
-            f"Exchanges are multiplied by {found.correction:.2f}: earlier runs of plans on this "
-            "cluster took as long."
+            f"Steps of several workers are multiplied by {found.correction:.2f}: so much longer "
+            "took earlier runs of plans on this cluster."
         )
     if out is not None:
         console.print(f"paceline run --plan {out} {found.profile.script}")

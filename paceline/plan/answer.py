@@ -44,7 +44,7 @@ class Plan:
         alone: The fastest single worker.
         together: The fastest way that uses all workers.
         turnings: What would change the answer.
-        correction: Factor of predicted exchanges, learnt from earlier runs on this cluster.
+        correction: Factor of the steps of several workers, learnt from runs on this cluster.
     """
 
     profile: ModelProfile
@@ -142,7 +142,7 @@ def make_plan(
         profile: What was measured of the script.
         cluster: The cluster.
         wishes: What the user asks. Default: only exact strategies, no limit of memory.
-        correction: Factor of predicted exchanges. Default: 1.
+        correction: Factor of the steps of several workers. Default: 1.
 
     Raises:
         UsageError: No way fits into the memory; the message has the smallest change that would.

@@ -13,13 +13,15 @@ from typing import Final
 SCALE_TRAFFIC: Final = 2.0  # into its bucket, times its weight
 SUM_TRAFFIC: Final = 2.0  # the sum inside a host, on each worker
 HAND_OUT_TRAFFIC: Final = 2.0  # from the leader of a host to another worker
+GATHER_TRAFFIC: Final = 8.0  # gathering parameters that each worker has stepped a part of
 ROUND_TRAFFIC: Final = 6.0  # a round of local SGD: changes are made, and the mean is applied
 
 # Seconds on the processor.
 GRADIENT_SECONDS: Final = 5e-6  # for each parameter: hooks, and its place in a bucket
 BUCKET_SECONDS: Final = 60e-6  # for each bucket inside a host
-CROSSING_SECONDS: Final = 250e-6  # for each bucket between hosts, on the leader
+CROSSING_SECONDS: Final = 150e-6  # for each bucket between hosts, on the leader
 STEP_SECONDS: Final = 250e-6  # for each step with several workers: turns, and the agreement
+SHARD_SECONDS: Final = 300e-6  # for each step in which parameters are gathered
 WIRE_SECONDS: Final = 0.45e-9  # for each byte that a leader sends or receives over TCP
 CODE_SECONDS: Final = 0.12e-9  # for each byte of float32 that int8 encodes, sums and decodes
 

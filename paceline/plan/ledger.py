@@ -106,7 +106,7 @@ def learn_correction(entries: Iterable[LedgerEntry], cluster: str, script: str) 
     Runs of the same script count, if there are any, else those of all scripts.
 
     Returns:
-        The geometric mean of measured / predicted; 1 if there are no runs.
+        The geometric mean of measured / predicted and of one run as predicted.
     """
     fitting = [
         entry
@@ -119,4 +119,5 @@ def learn_correction(entries: Iterable[LedgerEntry], cluster: str, script: str) 
     recent = (own or fitting)[-RECENT:]
     if not recent:
         return 1.0
-    return math.exp(statistics.fmean(math.log(entry.ratio) for entry in recent))
+    # The prediction itself counts as one run, so that a single disturbed run says little.
+    return math.exp(sum(math.log(entry.ratio) for entry in recent) / (len(recent) + 1))

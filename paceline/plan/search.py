@@ -63,7 +63,7 @@ def price_candidates(
     Args:
         profile: What was measured of the script.
         candidates: The ways to train.
-        correction: Factor of the predicted exchange, learnt from runs on this cluster.
+        correction: Factor of the steps of several workers, learnt from runs on this cluster.
     """
     priced = [price_candidate(profile, candidate, correction) for candidate in candidates]
     return sorted(priced, key=lambda each: each.step.seconds)
@@ -89,7 +89,8 @@ def price_candidate(
     step = simulate_step(
         cluster, workers, gradients, route, every=candidate.every, sharded=candidate.zero > 0
     )
-    step = _correct_exchange(step, correction)
+    if cluster.workers > 1:
+        step = _correct_step(step, correction)
     spread = max(each.spread for each in times)
     # One worker has no exchange that could be predicted wrongly.
     error = MODEL_ERROR if cluster.workers > 1 else 0.0
@@ -193,15 +194,10 @@ def _deal_shares(
     return shares
 
 
-def _correct_exchange(step: SimulatedStep, correction: float) -> SimulatedStep:
-    """Multiply the exchange of a step by a factor."""
-    exchange = step.parts["exchange"]
-    more = exchange * (correction - 1.0)
-    return replace(
-        step,
-        seconds=step.seconds + more,
-        parts={**step.parts, "exchange": exchange + more},
-    )
+def _correct_step(step: SimulatedStep, correction: float) -> SimulatedStep:
+    """Multiply all seconds of a step by a factor."""
+    parts = {name: seconds * correction for name, seconds in step.parts.items()}
+    return replace(step, seconds=step.seconds * correction, parts=parts)
 
 
 def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:

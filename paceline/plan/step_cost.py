@@ -31,6 +31,7 @@ from paceline.plan.model_profile import GradientProfile, StepTimes
 from paceline.plan.planned_cluster import PlannedCluster
 
 FIRST_BUCKET, BUCKET = 1_000_000, 8_000_000  # bytes, as AllReduce has them
+AGREEING_TRIPS: Final = 1.5  # ways over the slowest link until workers have agreed
 MEMORY: Final = LinkSpeed(10e-6, 1e10)  # between workers of a host, for schedules over all workers
 
 
@@ -322,9 +323,9 @@ class _Clock:
 
     def gather_seconds(self) -> float:
         """Seconds in which workers gather all parameters, after each has stepped its part."""
-        seconds, count = 0.0, len(self.times)
+        seconds, count = cost.SHARD_SECONDS, len(self.times)
         for bucket in self.gradients.buckets:
-            copied = cost.HAND_OUT_TRAFFIC * bucket.nbytes * (count - 1) / count
+            copied = cost.GATHER_TRAFFIC * bucket.nbytes
             seconds += cost.BUCKET_SECONDS + copied / min(self.copy_rates)
             self.within += bucket.nbytes * (count - len(self.workers_of)) / count
             if len(self.workers_of) > 1:
@@ -335,7 +336,7 @@ class _Clock:
     def agreement_seconds(self) -> float:
         """Seconds in which workers of several hosts agree at the end of backward."""
         links = self.route.network.links
-        return 3 * max((link.latency_seconds for link in links), default=0.0)
+        return AGREEING_TRIPS * max((link.latency_seconds for link in links), default=0.0)
 
     def finish(self, done: Sequence[float], fixed: float) -> SimulatedStep:
         """End the step: the optimizers step, and what is left is done."""

@@ -123,7 +123,7 @@ def test_a_ledger_corrects_the_next_plan(tmp_path: Path) -> None:
         file.write('{"script": "damaged')
     entries = ledger.read_entries(tmp_path / ledger.NAME)
     assert len(entries) == 4
-    expected = (1.1 * 1.3) ** 0.5
+    expected = (1.1 * 1.3) ** (1 / 3)
     assert ledger.learn_correction(entries, "mine", "train.py") == pytest.approx(expected)
     assert ledger.learn_correction(entries, "mine", "another.py") == pytest.approx(expected)
     assert ledger.learn_correction(entries, "unknown", "train.py") == 1.0
