@@ -3,9 +3,9 @@
     python benchmarks/planner.py [--tables DIR] [--check] [--rows]
 
 Each line has the planner's figure, that of a trivial planner (the median throughput of all other
-rows), the best published one, and the bar. Tables are read from /work/shared/published if it is
-there, else from benchmarks/published. Any table with the columns of `benchmarks/planned/readers.py`
-can be added. Nothing is measured, and no process is started.
+rows), the best published one, and the bar. Tables are read from benchmarks/published. Any table
+with the columns of `benchmarks/planned/readers.py` can be added. Nothing is measured, and no
+process is started.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))  # a script finds modules beside it only
 from benchmarks.planned.scores import Verdict  # noqa: E402
 from benchmarks.planned.tables import check_folder, read_folder  # noqa: E402
 
-SHARED, OWN = Path("/work/shared/published"), ROOT / "benchmarks" / "published"
+PUBLISHED = ROOT / "benchmarks" / "published"
 LONG_TABLE = 200  # rows
 HEAD = ("table", "what", "rows", "ours", "trivial", "rival", "bar", "")
 
@@ -49,7 +49,7 @@ def print_rows(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tables", type=Path, default=SHARED if SHARED.is_dir() else OWN)
+    parser.add_argument("--tables", type=Path, default=PUBLISHED)
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is missed")
     parser.add_argument("--rows", action="store_true", help="print rows of small tables, too")
     options = parser.parse_args()

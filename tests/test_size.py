@@ -61,7 +61,7 @@ BUDGET: dict[str, int] = {
     "notebook": 540,
     "observe": 4950,
     "parallel": 8930,
-    "plan": 3650,
+    "plan": 3640,
     "prepare": 2280,
     "record": 4710,
     "replicas": 740,
@@ -70,7 +70,7 @@ BUDGET: dict[str, int] = {
     "state": 870,
     "status": 260,
     "sync": 4000,
-    "unequal": 2170,
+    "unequal": 2190,
     "workers": 400,
 }
 

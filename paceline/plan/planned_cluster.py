@@ -5,7 +5,6 @@ Speeds of workers are relative to this machine, on which the script was measured
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.cluster.topology import Topology
@@ -64,10 +63,6 @@ class PlannedCluster:
     def host_of_workers(self) -> tuple[int, ...]:
         """Index of the host of each worker."""
         return tuple(i for i, host in enumerate(self.hosts) for _ in range(host.workers))
-
-    def select_hosts(self, indices: Sequence[int]) -> PlannedCluster:
-        """Make the cluster of some of the hosts."""
-        return replace(self, hosts=tuple(self.hosts[index] for index in indices))
 
     def scale_links(self, factor: float) -> PlannedCluster:
         """Make a cluster whose links between hosts are `factor` times as fast."""

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
+import torch
+
 from paceline.comm.bucket_layout import BucketShape, cut_runs
 from paceline.comm.schedule import (
     LinkSpeed,
@@ -32,7 +34,7 @@ from paceline.plan.planned_cluster import PlannedCluster
 
 FIRST_BUCKET, BUCKET = 1_000_000, 8_000_000  # bytes, as AllReduce has them
 AGREEING_TRIPS: Final = 1.5  # ways over the slowest link until workers have agreed
-MEMORY: Final = LinkSpeed(10e-6, 1e10)  # between workers of a host, for schedules over all workers
+MEMORY: Final = LinkSpeed(10e-6, 1e10)  # between workers of a host
 
 
 class BucketLoad(NamedTuple):
@@ -86,8 +88,6 @@ class SimulatedStep:
 
 def lay_out_buckets(gradients: Sequence[GradientProfile]) -> GradientLoad:
     """Lay gradients out in the buckets that AllReduce would make of them."""
-    import torch
-
     device = torch.device("cpu")
     shapes = [
         BucketShape((each.numel,), (1,), getattr(torch, each.dtype), device) for each in gradients
@@ -108,15 +108,13 @@ class ExchangeRoute:
     """How buckets travel.
 
     Attributes:
-        schedule: Schedule of the hosts' leaders, or of all workers. None: there is only one host.
+        schedule: Schedule of the hosts' leaders. None: there is only one host.
         network: What the schedule is priced on.
-        by_host: Whether one copy per host crosses the network.
         codec: How gradients are written between hosts.
     """
 
     schedule: Schedule | None
     network: ScheduleNetwork
-    by_host: bool = True
     codec: WireCodec = EXACT
 
     def link_seconds(self, nbytes: float) -> float:
@@ -151,12 +149,12 @@ def choose_exchange(cluster: PlannedCluster, codec: WireCodec = EXACT) -> Exchan
     ]
     count = len(links)
     if count < 2:
-        return ExchangeRoute(None, ScheduleNetwork((0,), MEMORY, MEMORY), True, codec)
+        return ExchangeRoute(None, ScheduleNetwork((0,), MEMORY, MEMORY), codec)
     network = ScheduleNetwork(range(count), MEMORY, links[0], links)
     # A codec's sums go straight to the owner of a chunk, and back.
     even = (build_owners(count),) if codec.name else (build_ring(count), build_owners(count))
     schedule = min(even, key=lambda each: predict_seconds(each, BUCKET, network))
-    return ExchangeRoute(schedule, network, True, codec)
+    return ExchangeRoute(schedule, network, codec)
 
 
 def simulate_step(
@@ -265,7 +263,7 @@ class _Clock:
         ends = []
         for host, workers in enumerate(self.workers_of):
             start = max(free[host], *(ready[worker] for worker in workers))
-            if len(workers) > 1 and self.route.by_host:
+            if len(workers) > 1:
                 slowest = min(self.copy_rates[worker] for worker in workers)
                 # A worker that keeps only its part of the sum writes less.
                 traffic = 1.0 + 1.0 / len(workers) if self.sharded else cost.SUM_TRAFFIC
@@ -303,7 +301,7 @@ class _Clock:
         for host, workers in enumerate(self.workers_of):
             start = max(free[host], crossed)
             several = len(workers) > 1 and len(self.workers_of) > 1
-            if several and self.route.by_host and not self.sharded:
+            if several and not self.sharded:
                 slowest = min(self.copy_rates[worker] for worker in workers)
                 seconds = cost.BUCKET_SECONDS + cost.HAND_OUT_TRAFFIC * nbytes / slowest
                 self._note(host, f"hand out {index}", start, seconds)

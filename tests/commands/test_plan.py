@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from paceline.errors import UsageError
 from paceline.unequal.probe.script_profiler import Condition, measure_script
+from tests.harness.jobs import wait_for
 
 pytestmark = pytest.mark.jobs
 HEAD = """
@@ -139,6 +143,24 @@ def test_scripts_that_cant_be_measured(tmp_path: Path, name: str) -> None:
     script = write_script(tmp_path, loop)
     with pytest.raises(UsageError, match=words):
         measure_script(str(script), [], [Condition(1, 1, (1, 2))])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_when_it_is_stopped(tmp_path: Path, number: signal.Signals) -> None:
+    """It is stopped while copies of the script wait in their first step."""
+    loop = LOOP.replace("F.cross", "open('began', 'w').close(); time.sleep(60); F.cross")
+    write_script(tmp_path, "import time\n" + loop)
+    (tmp_path / "temporary").mkdir()
+    command = [sys.executable, "-m", "paceline", "plan", "train.py", "--workers", "2"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    ) as planning:
+        wait_for((tmp_path / "began").exists)
+        copies = psutil.Process(planning.pid).children(recursive=True)
+        planning.send_signal(number)
+        assert planning.wait(60) == 128 + number
+    assert copies and not psutil.wait_procs(copies, timeout=30)[1]
+    assert not list((tmp_path / "temporary").glob("paceline-plan-*"))
 
 
 def test_misuse_ends_with_one_line(tmp_path: Path) -> None:

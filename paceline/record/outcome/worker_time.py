@@ -162,7 +162,7 @@ class WorkerTime:
         self._lost["repeated"] += max(sum(discarded.values()) - paused, 0.0)
 
     def collect_seconds(self) -> WorkerSeconds:
-        """Return where the time went so far."""
+        """Sum up where the time went so far."""
         steps = self._step_seconds()
         inside = self._inside.copy()
         for pause in self._pauses:

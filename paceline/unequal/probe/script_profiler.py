@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -49,9 +50,27 @@ def measure_script(
         UsageError: The script fails, or ends without a measured step; the message has the last
             lines of its output.
     """
-    profiles = [_measure_condition(script, args, condition) for condition in conditions]
+    with _end_on_sigterm():
+        profiles = [_measure_condition(script, args, condition) for condition in conditions]
     measured = tuple(condition for profile in profiles for condition in profile.conditions)
     return replace(profiles[0], conditions=measured)
+
+
+@contextlib.contextmanager
+def _end_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise, so that no copy and no folder is left. Only the main thread can do so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _measure_condition(script: str, args: Sequence[str], condition: Condition) -> ModelProfile:
