@@ -3,16 +3,26 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 BIN := .venv/bin
+NATIVE := setup.py paceline/native/build.py $(wildcard paceline/native/*.[ch])
 export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=  # tests are compiled once, not by each of the processes that run them
 
-.PHONY: demo test unit soak lint docs bench bench-peers pins clean
+.PHONY: demo test test-bridges unit soak lint docs bench bench-peers pins clean
 
 demo: .venv/.made
 	$(BIN)/paceline demo
 
 test: .venv/.made
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+# Bridges to libraries that are too large for .venv have an environment of their own.
+test-bridges: .venv-bridges/.made
+	.venv-bridges/bin/python -m pytest -q -m bridges -n 2 $(PYTEST_ARGS)
+
+.venv-bridges/.made: pyproject.toml constraints.txt $(NATIVE)
+	test -x .venv-bridges/bin/python || $(PYTHON) -m venv .venv-bridges
+	.venv-bridges/bin/python -m pip install --quiet -c constraints.txt -e '.[test-bridges]'
+	@touch $@
 
 unit: .venv/.made
 	$(BIN)/python -m pytest -q -m unit $(PYTEST_ARGS)
@@ -50,7 +60,6 @@ COMPILE = $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3
 
 # When only the C library's sources have changed, only the library is built. If there is no compiler (exit code 3),
 # pip brings one.
-NATIVE := setup.py paceline/native/build.py $(wildcard paceline/native/*.[ch])
 .venv/.made .venv/.docs: .venv/.%: .venv/.%-installed $(NATIVE)
 	$(BIN)/python paceline/native/build.py || { test $$? = 3 && echo 'pip fetches a compiler for this build' \
 		&& $(BIN)/python -m pip install --quiet --no-deps -e .; }
@@ -66,4 +75,4 @@ NATIVE := setup.py paceline/native/build.py $(wildcard paceline/native/*.[ch])
 	@touch $@
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis paceline/native/_core.so
+	rm -rf .venv .venv-bridges build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis paceline/native/_core.so

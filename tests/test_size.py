@@ -48,6 +48,7 @@ BUDGET: dict[str, int] = {
     ".": 1570,
     "apps": 1450,
     "bench": 770,
+    "bridges": 30,
     "checkpoint": 2500,
     "cluster": 7280,
     "codec": 880,
