@@ -200,7 +200,10 @@ class AllReduceSync:
         if grad.numel() >= LARGE:
             put_scaled(view, grad, scale)
         else:
-            buckets.small[index].append((view, grad, scale))
+            views, gradients, scales = buckets.small[index]
+            views.append(view)
+            gradients.append(grad)
+            scales.append(scale)
         buckets.missing[index] -= 1
         if not buckets.missing[index]:
             buckets.send_full()

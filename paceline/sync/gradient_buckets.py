@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,20 @@ LARGE = 16 << 10
 USED, SPARSE, LATE = 1, 2, 4
 
 
+class SmallGradients(NamedTuple):
+    """Small gradients that wait to be copied into a bucket: three lists of the same length."""
+
+    views: list[Tensor]  # their places in the bucket
+    gradients: list[Tensor]
+    scales: list[float]
+
+    def clear(self) -> None:
+        """Let go of all of them."""
+        self.views.clear()
+        self.gradients.clear()
+        self.scales.clear()
+
+
 class GradientBuckets:
     """The buckets of all parameters with dense gradients; none before the first backward has ended.
 
@@ -50,7 +65,7 @@ class GradientBuckets:
     Attributes:
         home: For each slot its bucket and its view there. None: it is sparse, and has no place.
         missing: For each bucket the number of members that have not come in this backward.
-        small: For each bucket the small gradients to be copied: view, gradient, scale.
+        small: For each bucket the small gradients to be copied.
     """
 
     def __init__(
@@ -60,7 +75,7 @@ class GradientBuckets:
         self.layout: list[Bucket] = []
         self.home: list[tuple[int, Tensor] | None] = []
         self.missing: list[int] = []
-        self.small: list[list[tuple[Tensor, Tensor, float]]] = []
+        self.small: list[SmallGradients] = []
         self.works: list[Work[Tensor] | None] = []
         self.next = 0
         self.writing = False
@@ -153,7 +168,7 @@ class GradientBuckets:
         if not self.writing and self._memory is not None:
             self._memory.choose_memory()
             self.missing = [len(bucket.members) for bucket in self.layout]
-            self.small = [[] for _ in self.layout]
+            self.small = [SmallGradients([], [], []) for _ in self.layout]
             self._begun = [0] * len(self.layout)
             self.next, self.writing = 0, True
 
@@ -179,18 +194,18 @@ class GradientBuckets:
 
     def fill_bucket(self, index: int) -> None:
         """Copy the small gradients of a bucket, times their scales, in few calls of torch."""
-        small = self.small[index]
-        if not small:
+        # Three lists, as it takes long to take a thousand tuples apart.
+        views, gradients, scales = small = self.small[index]
+        if not views:
             return
-        views, grads, scales = zip(*small, strict=True)
-        torch._foreach_copy_(views, grads)
+        torch._foreach_copy_(views, gradients)
         if scales.count(scales[0]) != len(scales):
             # passes of different weights: one by one
-            for view, grad, scale in small:
-                put_scaled(view, grad, scale)
+            for view, gradient, scale in zip(*small, strict=True):
+                put_scaled(view, gradient, scale)
         elif scales[0] == 0.0:
             torch._foreach_zero_(views)
-        elif scales[0] != 1.0 and len(small) == self._small_members[index][0]:
+        elif scales[0] != 1.0 and len(views) == self._small_members[index][0]:
             # all small members have come: whole stretches of the bucket at once
             for stretch in self._small_members[index][1]:
                 self.layout[index].flat[stretch].mul_(scales[0])
