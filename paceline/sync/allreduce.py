@@ -28,7 +28,6 @@ from paceline.comm.agreement import Agreement
 from paceline.comm.bucket_layout import (
     BucketShape,
     make_sparse_gradient,
-    put_scaled,
     scale_in_place,
 )
 from paceline.errors import Mismatch, UsageError
@@ -36,7 +35,7 @@ from paceline.formatting import format_as_call
 from paceline.sync.base import Slot, check_strategy
 from paceline.sync.compressed import CodecOptions, CompressedExchange
 from paceline.sync.context import SyncContext
-from paceline.sync.gradient_buckets import LARGE, LATE, SPARSE, USED, GradientBuckets
+from paceline.sync.gradient_buckets import LATE, SPARSE, USED, GradientBuckets
 from paceline.sync.routes import Reducer, Via, find_reducer_maker
 
 CODED = ("auto", "native")  # the ways that a codec can have
@@ -195,20 +194,7 @@ class AllReduceSync:
         if again or home is None:
             self._take_again(number, scale_in_place(grad, scale))
             return
-        # Large gradients are copied one by one, small ones together when their bucket leaves.
-        index, view = home
-        if grad.numel() >= LARGE:
-            put_scaled(view, grad, scale)
-        else:
-            views, gradients, scales = buckets.small[index]
-            views.append(view)
-            gradients.append(grad)
-            scales.append(scale)
-        buckets.missing[index] -= 1
-        if not buckets.missing[index]:
-            buckets.send_full()
-        elif buckets.next and (work := buckets.works[buckets.next - 1]) is not None:
-            work.done()  # a look at the last bucket that has left pushes it forward
+        buckets.put_gradient(home, grad, scale)
 
     def overwrites(self, number: int, grad: Tensor) -> bool:
         return self._buckets.overwrites(number, grad)

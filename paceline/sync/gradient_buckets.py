@@ -172,6 +172,25 @@ class GradientBuckets:
             self._begun = [0] * len(self.layout)
             self.next, self.writing = 0, True
 
+    def put_gradient(self, home: tuple[int, Tensor], gradient: Tensor, scale: float) -> None:
+        """Put a gradient, times a scale, into its place; if that fills the bucket, send it.
+
+        Large gradients are copied at once, small ones together when their bucket leaves.
+        """
+        index, view = home
+        if gradient.numel() >= LARGE:
+            put_scaled(view, gradient, scale)
+        else:
+            views, gradients, scales = self.small[index]
+            views.append(view)
+            gradients.append(gradient)
+            scales.append(scale)
+        self.missing[index] -= 1
+        if not self.missing[index]:
+            self.send_full()
+        elif self.next and (work := self.works[self.next - 1]) is not None:
+            work.done()  # a look at the last bucket that has left pushes it forward
+
     def send_full(self) -> None:
         """Send the buckets that are full, in order."""
         while (
