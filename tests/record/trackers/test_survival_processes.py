@@ -99,6 +99,8 @@ def test_another_start_goes_on_in_the_same_run(tmp_path: Path) -> None:
     wait_for(lambda: OfflineRun(paths[-1]).exit == 0)
     runs = [OfflineRun(path) for path in paths]
     assert len(runs) == 2 and len({run.id for run in runs}) == 1
-    assert {step: row["loss"] for step, row in runs[-1].history.items()} == {
-        step: logged(folder)[step] for step in range(4, 17)
-    }
+    # The checkpoint is of step 4. The first start has told of that step too if the workers handed
+    # their logs over just before.
+    again = {step: row["loss"] for step, row in runs[-1].history.items()}
+    assert min(again) in (4, 5)
+    assert again == {step: logged(folder)[step] for step in range(min(again), 17)}
