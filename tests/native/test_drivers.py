@@ -52,6 +52,7 @@ def test_sanitizers_are_on(sanitized: CompiledLibrary, tmp_path: Path) -> None:
         run_driver(sanitized.compile_driver(source, tmp_path))
 
 
+@pytest.mark.timeout(900)  # the first compilation is long on a busy machine
 @pytest.mark.xdist_group("aarch64")
 @pytest.mark.parametrize("name", NAMES)
 def test_driver_passes_on_aarch64(
