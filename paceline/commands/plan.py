@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,9 +16,9 @@ from paceline import options
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:  # they import torch, which `paceline --help` does without
-    from paceline.plan.answer import Plan
-    from paceline.plan.candidates import Candidate
+    from paceline.plan.answer import Plan, Wishes
     from paceline.plan.model_profile import ModelProfile
+    from paceline.plan.planned_cluster import PlannedCluster
 
 BUSY = 0.7  # part of the time for which threads have a core, on a machine that is idle otherwise
 ClusterToPlan = Annotated[
@@ -130,7 +131,7 @@ def plan(
         None if sync is None else _normalize_strategy(sync),
         memory_bytes,
     )
-    profile = _get_profile(subject, args or [], answer.list_wished(chosen, wishes))
+    profile = _get_profile(subject, args or [], chosen, wishes)
     if profile_out is not None:
         _write_text(profile_out, model_profile.format_profile(profile))
     entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
@@ -166,12 +167,10 @@ def _normalize_strategy(text: str) -> str:
 
 
 def _get_profile(
-    subject: Path, args: Sequence[str], candidates: Sequence[Candidate]
+    subject: Path, args: Sequence[str], cluster: PlannedCluster, wishes: Wishes
 ) -> ModelProfile:
     """Read a profile, or measure the script under all conditions that the candidates need."""
-    from paceline.cluster.machine import count_cores
-    from paceline.plan import model_profile, search
-    from paceline.unequal.probe.script_profiler import Condition, measure_script
+    from paceline.plan import model_profile
 
     if subject.suffix == ".json":
         return model_profile.read_profile(subject)
@@ -182,12 +181,37 @@ def _get_profile(
         )
     if not subject.is_file():
         raise UsageError(f"there is no script {subject}")
-    conditions = search.find_conditions(candidates, count_cores())
-    for processes, threads in conditions:
-        _note(f"measuring {processes} at once, {threads} threads each")
-    return measure_script(
-        str(subject), args, [Condition(*key, parts) for key, parts in conditions.items()]
+    return _measure_script(str(subject), args, cluster, wishes)
+
+
+def _measure_script(
+    script: str, args: Sequence[str], cluster: PlannedCluster, wishes: Wishes
+) -> ModelProfile:
+    """Measure whole models first. They show how the model can be cut, which is measured then."""
+    from paceline.cluster.machine import count_cores
+    from paceline.plan import answer, search
+    from paceline.unequal.probe import script_profiler
+    from paceline.unequal.probe.script_profiler import Condition
+
+    cores = count_cores()
+    whole = search.find_conditions(answer.list_wished(cluster, wishes), cores)
+    micro_parts = () if wishes.sync is not None else answer.list_micro_parts(cluster)
+    conditions = [Condition(*key, parts, micro_parts) for key, parts in whole.items()]
+    for each in conditions:
+        _note(f"measuring {each.processes} at once, {each.threads} threads each")
+    profile = script_profiler.measure_script(script, args, conditions)
+    cuts = replace(profile.possible_cuts, tensor_sizes=profile.tensor_sizes)
+    divided = search.find_tensor_conditions(answer.list_wished(cluster, wishes, cuts), cores)
+    if not divided:
+        return profile
+    for size, processes, threads in divided:
+        _note(f"measuring {processes} that divide layers by {size}, {threads} threads each")
+    workers = script_profiler.measure_tensor_workers(
+        script,
+        args,
+        [Condition(*key[1:], parts, (), key[0]) for key, parts in divided.items()],
     )
+    return replace(profile, tensor_workers=workers)
 
 
 def _print_plan(found: Plan, out: Path | None) -> None:
