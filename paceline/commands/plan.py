@@ -64,8 +64,8 @@ def plan(
         Path,
         typer.Argument(
             metavar="SCRIPT",
-            help="The training script, a profile of it (.json), or a transformer by numbers "
-            "(.toml). With --budget: a plan. Arguments of the script come "
+            help="The training script, a profile of it (.json), the folder of a run, or a "
+            "transformer by numbers (.toml). With --budget: a plan. Arguments of the script come "
             "after --, as in: train.py --workers 4 -- --epochs 3",
         ),
     ],
@@ -87,7 +87,10 @@ def plan(
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(help="A change: link=10gbit, hosts=4 or workers=2; may be repeated."),
+        typer.Option(
+            help="A change: link=10gbit, hosts=4, workers=2 or 'sync=LocalSGD(every=8)'; may be "
+            "repeated."
+        ),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the plan here, for paceline run --plan.")
@@ -123,20 +126,28 @@ def plan(
 
         answer_transformer(subject, cluster, memory_bytes, as_json=as_json)
         return
-    chosen = planned_input.apply_changes(
-        planned_input.choose_cluster(workers, cluster), what_if or []
-    )
+    changes, sync = planned_input.split_changes(what_if or [], sync)
     wishes = answer.Wishes(
         allow == "lossy",
         None if sync is None else _normalize_strategy(sync),
         memory_bytes,
     )
-    profile = _get_profile(subject, args or [], chosen, wishes)
-    if profile_out is not None:
-        _write_text(profile_out, model_profile.format_profile(profile))
-    entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
-    correction = ledger.learn_correction(entries, chosen.source, profile.script)
-    found = answer.make_plan(profile, chosen, wishes, correction)
+    if subject.is_dir():
+        from paceline.commands.finished_run import plan_run
+
+        _refuse_run_options(subject, workers is not None or bool(args))
+        found, shown = plan_run(subject, cluster, changes, wishes)
+        _note(shown)
+    else:
+        chosen = planned_input.apply_changes(
+            planned_input.choose_cluster(workers, cluster), changes
+        )
+        profile = _get_profile(subject, args or [], chosen, wishes)
+        if profile_out is not None:
+            _write_text(profile_out, model_profile.format_profile(profile))
+        entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
+        correction = ledger.learn_correction(entries, chosen.source, profile.script)
+        found = answer.make_plan(profile, chosen, wishes, correction)
     if out is not None:
         plan_file.write_plan(out, found.to_file())
     if trace is not None:
@@ -154,6 +165,14 @@ def _refuse_script_options(subject: Path, given: bool) -> None:
         raise UsageError(
             f"{subject} is a transformer by numbers: besides --cluster, --memory and --json there "
             "are no options for it"
+        )
+
+
+def _refuse_run_options(subject: Path, given: bool) -> None:
+    if given:
+        raise UsageError(
+            f"{subject} is a run: it has its own workers and arguments; say --what-if workers=N, "
+            "and no arguments of a script"
         )
 
 
