@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, get_args
 
+from paceline.data.balance import SpeedCurve, balance_shares
 from paceline.plan.candidates import Candidate, Kind, list_candidates
 from paceline.plan.cuts.pipeline_cost import price_pipeline
 from paceline.plan.cuts.recompute import recompute_step
@@ -197,17 +198,25 @@ def _deal_shares(
     *,
     by_speed: bool,
 ) -> list[float]:
-    """Deal the global batch: equally, or so that all workers take about as long."""
-    count = len(conditions)
-    shares = [1.0 / count] * count
-    for _ in range(8 if by_speed else 0):
-        seconds = [
-            max(scale_times(c.predict_step(profile.global_batch * s), v).seconds, 1e-9)
-            for c, v, s in zip(conditions, speeds, shares, strict=True)
-        ]
-        rates = [share / second for share, second in zip(shares, seconds, strict=True)]
-        shares = [rate / sum(rates) for rate in rates]
-    return shares
+    """Deal the global batch: equally, or by speed, as a run with `shares="auto"` does."""
+    count, batch = len(conditions), profile.global_batch
+    if not by_speed:
+        return [1.0 / count] * count
+    curves = [
+        _fit_curve(condition, speed, batch)
+        for condition, speed in zip(conditions, speeds, strict=True)
+    ]
+    return [share / batch for share in balance_shares(batch, curves)]
+
+
+def _fit_curve(condition: MeasuredCondition, speed: float, batch: int) -> SpeedCurve:
+    """Fit the line through the seconds of a step with the whole batch, and with half of it."""
+    half, whole = (
+        scale_times(condition.predict_step(samples), speed).seconds
+        for samples in (batch / 2, batch)
+    )
+    per_sample = max(min((whole - half) / (batch / 2), whole / batch), 1e-12)
+    return SpeedCurve(max(whole - per_sample * batch, 0.0), per_sample)
 
 
 def _correct_step(step: SimulatedStep, correction: float) -> SimulatedStep:

@@ -24,7 +24,7 @@ from paceline.comm.schedule import (
     Schedule,
     ScheduleNetwork,
     build_owners,
-    build_ring,
+    choose_even_schedule,
     predict_seconds,
 )
 from paceline.plan import exchange_cost as cost
@@ -152,8 +152,7 @@ def choose_exchange(cluster: PlannedCluster, codec: WireCodec = EXACT) -> Exchan
         return ExchangeRoute(None, ScheduleNetwork((0,), MEMORY, MEMORY), codec)
     network = ScheduleNetwork(range(count), MEMORY, links[0], links)
     # A codec's sums go straight to the owner of a chunk, and back.
-    even = (build_owners(count),) if codec.name else (build_ring(count), build_owners(count))
-    schedule = min(even, key=lambda each: predict_seconds(each, BUCKET, network))
+    schedule = build_owners(count) if codec.name else choose_even_schedule(BUCKET, network)[0]
     return ExchangeRoute(schedule, network, codec)
 
 
