@@ -1,6 +1,6 @@
 """Compares the memory that a plan predicts with the peaks of fresh processes that train so.
 
-    python benchmarks/planner_memory.py [--models gpt unet] [--steps 6] [--seconds] [--out FILE]
+    python benchmarks/planner_memory.py [--models gpt unet] [--steps 6] [--seconds]
 
 Models are the demo's GPT with 19 million parameters, and a U-Net. Each is planned for two workers
 of this host. Then it is trained in each way, with and without activation checkpoints. Measured is
@@ -91,7 +91,7 @@ def measure_way(
     summary = json.loads((run / "summary.json").read_text())
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     seconds = [sum(line["seconds"].values()) for line in lines if "seconds" in line]
-    peak = max(each["memory"]["peak"] for each in summary["workers"])
+    peak = max(each["peak"] for each in summary["memory"])
     return peak, statistics.median(seconds[min(3, len(seconds) // 4) :]) * 1e3
 
 
@@ -99,9 +99,9 @@ def compare_model(folder: Path, model: str, steps: int, shown: bool) -> list[Com
     """Plan and measure one model."""
     args = ["--model", model, "--batch", str(BATCHES[model])]
     profile = folder / f"{model}.json"
-    answer = run_paceline(
-        "plan", str(SCRIPT), "--workers", "2", "--json", "--profile", str(profile), "--", *args
-    )
+    if not profile.exists():
+        run_paceline("plan", str(SCRIPT), "--workers", "2", "--profile", str(profile), "--", *args)
+    answer = run_paceline("plan", str(profile), "--workers", "2", "--json")
     layers = json.loads(profile.read_text())["checkpointed"]["names"]
     compared = []
     for way in choose_ways(json.loads(answer)):
@@ -139,16 +139,20 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gpt", "unet"], choices=list(BATCHES))
     parser.add_argument("--steps", type=int, default=6, help="steps of each run")
     parser.add_argument("--seconds", action="store_true", help="compare steps as well")
+    parser.add_argument(
+        "--profiles", type=Path, help="a folder of profiles: none is measured twice"
+    )
     parser.add_argument("--out", type=Path, help="a file for the figures, as JSON")
     options = parser.parse_args()
     heads = ["model", "way", "predicted MB", "measured MB", "ratio"]
     heads += ["predicted ms", "measured ms", "ratio"] if options.seconds else []
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
-    with tempfile.TemporaryDirectory(prefix="paceline-memory-") as folder:
+    with tempfile.TemporaryDirectory(prefix="paceline-memory-") as temporary:
+        folder = options.profiles or Path(temporary)
         rows = [
             row
             for model in options.models
-            for row in compare_model(Path(folder), model, options.steps, options.seconds)
+            for row in compare_model(folder, model, options.steps, options.seconds)
         ]
     errors = [abs(row.predicted_bytes / row.measured_bytes - 1) for row in rows]
     print(

@@ -87,10 +87,7 @@ def plan(
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A change: link=10gbit, hosts=4, workers=2 or 'sync=LocalSGD(every=8)'; may be "
-            "repeated."
-        ),
+        typer.Option(help="A change: link=10gbit, hosts=4, workers=2 or sync=S. Repeat it."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the plan here, for paceline run --plan.")
@@ -114,8 +111,8 @@ def plan(
 ) -> None:
     """Say which way of training is fastest, and whether more workers help, before a run."""
     # Commands import what they need when they run, so that `paceline --help` stays quick.
-    from paceline.commands import planned_input
-    from paceline.plan import answer, ledger, model_profile, plan_file
+    from paceline.commands import finished_run, planned_input
+    from paceline.plan import answer, model_profile, plan_file
 
     assert budget is None, "it is answered by the command's class"
     memory_bytes = planned_input.parse_memory(memory)
@@ -133,21 +130,17 @@ def plan(
         memory_bytes,
     )
     if subject.is_dir():
-        from paceline.commands.finished_run import plan_run
-
-        _refuse_run_options(subject, workers is not None or bool(args))
-        found, shown = plan_run(subject, cluster, changes, wishes)
+        given = (workers, profile_out, args or None)
+        _refuse_run_options(subject, any(each is not None for each in given))
+        found, shown = finished_run.plan_run(subject, cluster, changes, wishes)
         _note(shown)
     else:
-        chosen = planned_input.apply_changes(
-            planned_input.choose_cluster(workers, cluster), changes
-        )
+        chosen = planned_input.choose_cluster(workers, cluster)
+        chosen = planned_input.apply_changes(chosen, changes)
         profile = _get_profile(subject, args or [], chosen, wishes)
         if profile_out is not None:
             _write_text(profile_out, model_profile.format_profile(profile))
-        entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
-        correction = ledger.learn_correction(entries, chosen.source, profile.script)
-        found = answer.make_plan(profile, chosen, wishes, correction)
+        found = _plan_profile(profile, chosen, wishes, out)
     if out is not None:
         plan_file.write_plan(out, found.to_file())
     if trace is not None:
@@ -158,6 +151,18 @@ def plan(
         typer.echo(json.dumps(found.to_fields(), indent=2))
     else:
         _print_plan(found, out)
+
+
+def _plan_profile(
+    profile: ModelProfile, cluster: PlannedCluster, wishes: Wishes, out: Path | None
+) -> Plan:
+    """Plan with what earlier runs have shown."""
+    from paceline.plan import answer, ledger
+
+    # The ledger of earlier runs lies beside the plan.
+    entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
+    correction = ledger.learn_correction(entries, cluster.source, profile.script)
+    return answer.make_plan(profile, cluster, wishes, correction)
 
 
 def _refuse_script_options(subject: Path, given: bool) -> None:
@@ -171,8 +176,8 @@ def _refuse_script_options(subject: Path, given: bool) -> None:
 def _refuse_run_options(subject: Path, given: bool) -> None:
     if given:
         raise UsageError(
-            f"{subject} is a run: it has its own workers and arguments; say --what-if workers=N, "
-            "and no arguments of a script"
+            f"{subject} is a run: it has its own workers and arguments, and no profile; say "
+            "--what-if workers=N, without --workers, --profile and arguments"
         )
 
 

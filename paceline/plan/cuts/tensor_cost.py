@@ -98,7 +98,7 @@ def _recompute_part(profile: ModelProfile, times: StepTimes, samples: float) -> 
     saved = profile.checkpointed.saved_bytes * samples / profile.global_batch
     kept = whole.predict_step(samples).activation_bytes
     divided = times.activation_bytes / kept if kept else 1.0
-    largest = max(
+    largest: float = max(
         cost.kept for cost in whole.layers[-1].costs if cost.name in profile.checkpointed.names
     )
     largest = largest * samples / whole.layers[-1].samples

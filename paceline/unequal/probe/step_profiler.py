@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from paceline.cluster.discover import Place
 from paceline.cluster.machine import count_cores, identify_boot
 from paceline.comm.axis_groups import AxisGroups
 from paceline.data.loader import ShareLoader
@@ -64,7 +65,7 @@ from paceline.unequal.probe.layer_measuring import (
 FIRST_STEPS: Final = 3  # steps before the first phase: the first ones allocate memory
 SKIPPED_STEPS: Final = 1  # first steps of a phase
 MIN_STEPS, MAX_STEPS = 4, 40  # measured steps of a phase
-TENSOR_STEPS: Final = 12  # measured steps of a phase if workers divide layers
+TENSOR_STEPS: Final = 8  # measured steps of a phase if workers divide layers
 PHASE_SECONDS: Final = 1.2  # seconds of a phase, unless its fewest steps take longer
 MEETING_SECONDS: Final = 120.0  # seconds in which the other processes have to come
 PRODUCT_SECONDS: Final = 0.3  # seconds of the products of matrices, and of the copies
@@ -482,21 +483,19 @@ def _meet_processes(request: ProfileRequest, moment: str) -> None:
         time.sleep(0.005)
 
 
-def make_profiler_observers(
-    prepared: Prepared, request: str | None, rank: int, groups: AxisGroups
-) -> LoopObservers:
+def make_profiler_observers(prepared: Prepared, place: Place, groups: AxisGroups) -> LoopObservers:
     """Make the observers of a run that is only measured; none for a run that trains.
 
     Args:
         prepared: What the script gives to `run.prepare`.
-        request: The file with the request. None: the run trains.
-        rank: Rank of this process among those that divide layers.
+        place: Place of this process among those that divide layers, with the file of the request.
         groups: The groups of the run, which measure exchanges.
     """
-    if request is None:
+    if place.profile is None:
         return LoopObservers()
-    asked = ProfileRequest.read(Path(request))
-    profiler = StepProfiler(prepared, replace(asked, index=asked.index + rank), Meters(groups))
+    request = ProfileRequest.read(Path(place.profile))
+    own = replace(request, index=request.index + place.rank)
+    profiler = StepProfiler(prepared, own, Meters(groups))
     return LoopObservers(
         lead_taken=(profiler.begin_training,),
         model_stepped=(profiler.note_model_step,),
