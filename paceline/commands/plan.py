@@ -124,11 +124,7 @@ def plan(
         answer_transformer(subject, cluster, memory_bytes, as_json=as_json)
         return
     changes, sync = planned_input.split_changes(what_if or [], sync)
-    wishes = answer.Wishes(
-        allow == "lossy",
-        None if sync is None else _normalize_strategy(sync),
-        memory_bytes,
-    )
+    wishes = answer.Wishes(allow == "lossy", _normalize_strategy(sync), memory_bytes)
     if subject.is_dir():
         given = (workers, profile_out, args or None)
         _refuse_run_options(subject, any(each is not None for each in given))
@@ -181,11 +177,13 @@ def _refuse_run_options(subject: Path, given: bool) -> None:
         )
 
 
-def _normalize_strategy(text: str) -> str:
-    """Write a strategy as candidates write it. AllReduce() is the empty text."""
+def _normalize_strategy(text: str | None) -> str | None:
+    """Write a strategy as candidates write it. AllReduce() is the empty text; None stays None."""
     from paceline.formatting import format_as_call
     from paceline.notation import parse_strategy
 
+    if text is None:
+        return None
     written = format_as_call(parse_strategy(text))
     return "" if written == "AllReduce()" else written
 

@@ -314,13 +314,12 @@ def _predict_memory(pipeline: _Pipeline, timeline: PipelineTimeline) -> tuple[fl
     states = pipeline.sum_places(
         [sum(cost.parameters + cost.trained * per_byte for cost in part) for part in pipeline.parts]
     )
-    passing = profile.passing_bytes / candidate.micro_batches / candidate.replicas
     worst = max(
         range(candidate.stages), key=lambda place: states[place] + timeline.kept_bytes[place]
     )
     again = _find_recomputed_bytes(pipeline) if candidate.recompute else 0.0
     return (
-        profile.base_bytes + passing + states[worst],
+        profile.base_bytes + profile.passing_bytes + states[worst],
         timeline.kept_bytes[worst] + again,
     )
 

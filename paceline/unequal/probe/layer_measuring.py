@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import UsageError
-from paceline.parallel.containers import tree_leaves, tree_map
+from paceline.parallel.containers import tree_leaves
 from paceline.parallel.following.followed_graph import follow_layers
 from paceline.parallel.pipelining.layer_graph import LayerGraph, trace_layers
 from paceline.parallel.pipelining.measuring import measure_layers, preserve_state
@@ -23,50 +22,10 @@ from paceline.parallel.tensor.application import check_layers
 from paceline.parallel.tensor.plans import find_plan
 from paceline.parallel.torch_tensor import storage_key
 from paceline.plan.cuts.layer_profile import CheckpointedLayers, LayerSteps, choose_checkpointed
+from paceline.unequal.probe.model_call import ModelCall
 
 TRIED_SIZES = range(2, 9)  # workers that may divide layers
 REPEATS = 4  # measured repetitions of each layer
-
-
-@dataclass
-class ModelCall:
-    """A call of the model with the whole batch, as the script made it.
-
-    Attributes:
-        model: The model.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        loss: Computes the loss of an output and a target, if `run.step` was given one.
-        target: The target.
-    """
-
-    model: nn.Module
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    loss: Callable[[Any, Any], Tensor] | None = None
-    target: Any = None
-
-    def take_rows(self, wanted: int, whole: int) -> ModelCall:
-        """Make the call with the first `wanted` of `whole` samples."""
-        args, kwargs, target = cut_rows((self.args, dict(self.kwargs), self.target), wanted, whole)
-        return ModelCall(self.model, args, kwargs, self.loss, target)
-
-    def compute_loss(self, output: Any) -> Tensor:
-        """Compute the loss of an output. Only for a call that has one."""
-        assert self.loss is not None
-        return self.loss(output, self.target)
-
-
-def cut_rows(values: Any, wanted: int, whole: int) -> Any:
-    """Copy the first samples of all tensors with a row for each of the `whole` samples."""
-    return tree_map(
-        lambda leaf: (
-            leaf[:wanted].clone()
-            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == whole
-            else leaf
-        ),
-        values,
-    )
 
 
 def find_tensor_sizes(model: nn.Module) -> tuple[int, ...]:

@@ -53,14 +53,7 @@ from paceline.unequal.probe.compute import (
     measure_copies,
     measure_products,
 )
-from paceline.unequal.probe.layer_measuring import (
-    ModelCall,
-    cut_rows,
-    find_layer_graph,
-    find_tensor_sizes,
-    measure_checkpoints,
-    measure_micro_batches,
-)
+from paceline.unequal.probe.model_call import ModelCall, cut_rows
 
 FIRST_STEPS: Final = 3  # steps before the first phase: the first ones allocate memory
 SKIPPED_STEPS: Final = 1  # first steps of a phase
@@ -340,15 +333,18 @@ class StepProfiler:
 
     def _measure_cuts(self, call: ModelCall) -> None:
         """Measure the layers, and find how they can be divided."""
+        # It imports torch's compiler, which scripts that only train do without.
+        from paceline.unequal.probe import layer_measuring as measuring
+
         batch = self._global_batch
-        self._tensor_sizes = find_tensor_sizes(call.model)
-        graph = find_layer_graph(call.model)
+        self._tensor_sizes = measuring.find_tensor_sizes(call.model)
+        graph = measuring.find_layer_graph(call.model)
         if graph is None:
             return
         samples = [math.ceil(batch / part) for part in self._request.micro_parts]
-        self._layers = measure_micro_batches(graph, call, samples, batch)
+        self._layers = measuring.measure_micro_batches(graph, call, samples, batch)
         if self._layers:
-            self._checkpointed = measure_checkpoints(call, self._layers)
+            self._checkpointed = measuring.measure_checkpoints(call, self._layers)
 
     def _record_step(self, phase: _Phase, ended: float) -> None:
         now = self._now
