@@ -126,8 +126,8 @@ def plan(
     changes, sync = planned_input.split_changes(what_if or [], sync)
     wishes = answer.Wishes(allow == "lossy", _normalize_strategy(sync), memory_bytes)
     if subject.is_dir():
-        given = (workers, profile_out, args or None)
-        _refuse_run_options(subject, any(each is not None for each in given))
+        refused = workers is not None or profile_out is not None or bool(args)
+        _refuse_run_options(subject, refused)
         found, shown = finished_run.plan_run(subject, cluster, changes, wishes)
         _note(shown)
     else:

@@ -22,6 +22,8 @@ from paceline.plan.cuts.layer_profile import CheckpointedLayers, LayerSteps, joi
 
 FORMAT_NAME: Final = "paceline profile"
 VERSION: Final = 2
+# Of a small GPT, whose activations hardly need more: Linux, torch 2.13.
+FIRST_STEP_BYTES: Final = 30e6
 SECONDS: Final = ("data", "forward", "backward", "optimizer", "other", "exchange")
 
 
@@ -205,11 +207,16 @@ class ModelProfile:
             for each in self.conditions
         )
 
-    @property
-    def passing_bytes(self) -> float:
-        """Bytes that a step needs for a short time, besides states and activations."""
+    def predict_passing_bytes(self, samples: float) -> float:
+        """Predict the bytes that a step needs for a short time, besides states and activations.
+
+        Buffers of libraries and threads come with the first step of any model. The rest, such as
+        gradients of activations, is in proportion to samples.
+        """
         activations = self.conditions[0].predict_step(self.global_batch).activation_bytes
-        return max(0.0, self.peak_bytes - self.base_bytes - sum(self.state_bytes) - activations)
+        whole = max(0.0, self.peak_bytes - self.base_bytes - sum(self.state_bytes) - activations)
+        fixed = min(whole, FIRST_STEP_BYTES)
+        return fixed + (whole - fixed) * samples / self.global_batch
 
     def find_condition(self, processes: int, threads: int) -> MeasuredCondition:
         """Find the condition that is most like the asked one."""

@@ -132,7 +132,7 @@ def _price_whole_model(profile: ModelProfile, candidate: Candidate) -> WayCost:
     return WayCost(
         candidate,
         step,
-        _predict_states(profile, candidate),
+        _predict_states(profile, candidate, max(samples)),
         max(each.activation_bytes for each in times),
         tuple(shares),
         max(each.spread for each in times),
@@ -225,8 +225,8 @@ def _correct_step(step: SimulatedStep, correction: float) -> SimulatedStep:
     return replace(step, seconds=step.seconds * correction, parts=parts)
 
 
-def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:
-    """Predict the bytes that a worker holds from step to step."""
+def _predict_states(profile: ModelProfile, candidate: Candidate, samples: float) -> float:
+    """Predict the bytes that a worker with so many samples holds besides activations."""
     parameters, gradients, optimizer = map(float, profile.state_bytes)
     count = candidate.cluster.workers
     if candidate.zero:
@@ -236,7 +236,7 @@ def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:
     # Several workers have buckets. With local SGD they keep the replica of the last round as well.
     buckets = 0 if count == 1 else 1 if candidate.every == 1 else 2
     states = parameters + gradients + optimizer + buckets * profile.trained_bytes
-    return profile.base_bytes + profile.passing_bytes + states
+    return profile.base_bytes + profile.predict_passing_bytes(samples) + states
 
 
 @dataclass(frozen=True)

@@ -318,8 +318,11 @@ def _predict_memory(pipeline: _Pipeline, timeline: PipelineTimeline) -> tuple[fl
         range(candidate.stages), key=lambda place: states[place] + timeline.kept_bytes[place]
     )
     again = _find_recomputed_bytes(pipeline) if candidate.recompute else 0.0
+    passing = profile.predict_passing_bytes(
+        profile.global_batch / candidate.replicas / candidate.micro_batches
+    )
     return (
-        profile.base_bytes + profile.passing_bytes + states[worst],
+        profile.base_bytes + passing + states[worst],
         timeline.kept_bytes[worst] + again,
     )
 

@@ -84,8 +84,9 @@ def _add_group_bytes(
 
 def _predict_states(worker: ModelProfile, candidate: Candidate) -> float:
     """Predict the bytes that a worker holds besides activations."""
+    passing = worker.predict_passing_bytes(worker.global_batch / candidate.replicas)
     buckets = worker.trained_bytes if candidate.replicas > 1 else 0
-    return worker.base_bytes + worker.passing_bytes + sum(worker.state_bytes) + buckets
+    return worker.base_bytes + passing + sum(worker.state_bytes) + buckets
 
 
 def _recompute_part(profile: ModelProfile, times: StepTimes, samples: float) -> StepTimes:

@@ -112,7 +112,7 @@ def test_all_pipelines_can_be_written_as_options() -> None:
             continue
         cost = price_pipeline(PROFILE, candidate)
         (cut,) = parse_cuts(cost.candidate.cut)
-        assert sum(cut.split) == 4 and cut.axis == "stage"  # type: ignore[attr-defined]
+        assert sum(cut.split) == 4 and cut.axis == "stage"
 
 
 def test_no_pipeline_without_layers_or_steps() -> None:
