@@ -75,7 +75,8 @@ def measure_micro_batches(
         criterion = None if call.loss is None else part.compute_loss
         try:
             costs = measure_layers(graph, part.args, part.kwargs, loss=criterion, repeats=REPEATS)
-        except UsageError:
+        except (UsageError, RuntimeError):
+            # Layers that only work in the whole model are no layers of a pipeline.
             return ()
         steps.append(LayerSteps(count, tuple(costs)))
     return tuple(steps)
@@ -86,7 +87,12 @@ def measure_checkpoints(call: ModelCall, layers: Sequence[LayerSteps]) -> Checkp
     names = choose_checkpointed(layers[-1].costs)
     if not names:
         return CheckpointedLayers()
-    return CheckpointedLayers(names, max(0, _count_kept(call, ()) - _count_kept(call, names)))
+    try:
+        saved = _count_kept(call, ()) - _count_kept(call, names)
+    except RuntimeError:
+        # Some of the layers can't be checkpointed.
+        return CheckpointedLayers()
+    return CheckpointedLayers(names, max(0, saved))
 
 
 def _count_kept(call: ModelCall, names: Sequence[str]) -> int:

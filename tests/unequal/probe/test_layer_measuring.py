@@ -79,6 +79,27 @@ def test_checkpoints_save_what_layers_keep_but_their_inputs() -> None:
     assert kept - 2 * len(blocks) * stream <= saved <= kept
 
 
+class Picky(nn.Module):
+    """A layer that refuses all batches but the whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) != BATCH:
+            raise RuntimeError("another batch")
+        return self.inner(x)
+
+
+def test_layers_that_fail_alone_are_no_layers() -> None:
+    model = nn.Sequential(Picky(), nn.Linear(4, 4))
+    graph = find_layer_graph(model)
+    assert graph is not None
+    call = ModelCall(model, (torch.randn(BATCH, 4),))
+    assert measure_micro_batches(graph, call, (2, 4), BATCH) == ()
+
+
 def test_fewer_samples() -> None:
     call = make_call()
     part = call.take_rows(3, BATCH)
