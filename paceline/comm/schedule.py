@@ -484,3 +484,18 @@ def _contributors(history: History) -> list[int]:
     for term in history:
         ranks += [term] if isinstance(term, int) else _contributors(term)
     return sorted(ranks)
+
+
+def choose_even_schedule(nbytes: int, network: ScheduleNetwork) -> tuple[Schedule, float]:
+    """Choose the faster one of the two schedules with even chunks, and predict its seconds.
+
+    Args:
+        nbytes: Bytes of the all-reduce.
+        network: The network. Each rank takes part.
+    """
+    count = len(network.hosts)
+    priced = [
+        (schedule, predict_seconds(schedule, nbytes, network))
+        for schedule in (build_ring(count), build_owners(count))
+    ]
+    return min(priced, key=lambda one: one[1])

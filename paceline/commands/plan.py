@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -15,9 +16,9 @@ from paceline import options
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:  # they import torch, which `paceline --help` does without
-    from paceline.plan.answer import Plan
-    from paceline.plan.candidates import Candidate
+    from paceline.plan.answer import Plan, Wishes
     from paceline.plan.model_profile import ModelProfile
+    from paceline.plan.planned_cluster import PlannedCluster
 
 BUSY = 0.7  # part of the time for which threads have a core, on a machine that is idle otherwise
 ClusterToPlan = Annotated[
@@ -63,8 +64,8 @@ def plan(
         Path,
         typer.Argument(
             metavar="SCRIPT",
-            help="The training script, a profile of it (.json), or a transformer by numbers "
-            "(.toml). With --budget: a plan. Arguments of the script come "
+            help="The training script, a profile of it (.json), the folder of a run, or a "
+            "transformer by numbers (.toml). With --budget: a plan. Arguments of the script come "
             "after --, as in: train.py --workers 4 -- --epochs 3",
         ),
     ],
@@ -86,7 +87,7 @@ def plan(
     ] = None,
     what_if: Annotated[
         list[str] | None,
-        typer.Option(help="A change: link=10gbit, hosts=4 or workers=2; may be repeated."),
+        typer.Option(help="A change: link=10gbit, hosts=4, workers=2 or sync=S. Repeat it."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the plan here, for paceline run --plan.")
@@ -110,8 +111,8 @@ def plan(
 ) -> None:
     """Say which way of training is fastest, and whether more workers help, before a run."""
     # Commands import what they need when they run, so that `paceline --help` stays quick.
-    from paceline.commands import planned_input
-    from paceline.plan import answer, ledger, model_profile, plan_file
+    from paceline.commands import finished_run, planned_input
+    from paceline.plan import answer, model_profile, plan_file
 
     assert budget is None, "it is answered by the command's class"
     memory_bytes = planned_input.parse_memory(memory)
@@ -122,20 +123,20 @@ def plan(
 
         answer_transformer(subject, cluster, memory_bytes, as_json=as_json)
         return
-    chosen = planned_input.apply_changes(
-        planned_input.choose_cluster(workers, cluster), what_if or []
-    )
-    wishes = answer.Wishes(
-        allow == "lossy",
-        None if sync is None else _normalize_strategy(sync),
-        memory_bytes,
-    )
-    profile = _get_profile(subject, args or [], answer.list_wished(chosen, wishes))
-    if profile_out is not None:
-        _write_text(profile_out, model_profile.format_profile(profile))
-    entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
-    correction = ledger.learn_correction(entries, chosen.source, profile.script)
-    found = answer.make_plan(profile, chosen, wishes, correction)
+    changes, sync = planned_input.split_changes(what_if or [], sync)
+    wishes = answer.Wishes(allow == "lossy", _normalize_strategy(sync), memory_bytes)
+    if subject.is_dir():
+        refused = workers is not None or profile_out is not None or bool(args)
+        _refuse_run_options(subject, refused)
+        found, shown = finished_run.plan_run(subject, cluster, changes, wishes)
+        _note(shown)
+    else:
+        chosen = planned_input.choose_cluster(workers, cluster)
+        chosen = planned_input.apply_changes(chosen, changes)
+        profile = _get_profile(subject, args or [], chosen, wishes)
+        if profile_out is not None:
+            _write_text(profile_out, model_profile.format_profile(profile))
+        found = _plan_profile(profile, chosen, wishes, out)
     if out is not None:
         plan_file.write_plan(out, found.to_file())
     if trace is not None:
@@ -148,6 +149,18 @@ def plan(
         _print_plan(found, out)
 
 
+def _plan_profile(
+    profile: ModelProfile, cluster: PlannedCluster, wishes: Wishes, out: Path | None
+) -> Plan:
+    """Plan with what earlier runs have shown."""
+    from paceline.plan import answer, ledger
+
+    # The ledger of earlier runs lies beside the plan.
+    entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
+    correction = ledger.learn_correction(entries, cluster.source, profile.script)
+    return answer.make_plan(profile, cluster, wishes, correction)
+
+
 def _refuse_script_options(subject: Path, given: bool) -> None:
     if given:
         raise UsageError(
@@ -156,22 +169,30 @@ def _refuse_script_options(subject: Path, given: bool) -> None:
         )
 
 
-def _normalize_strategy(text: str) -> str:
-    """Write a strategy as candidates write it. AllReduce() is the empty text."""
+def _refuse_run_options(subject: Path, given: bool) -> None:
+    if given:
+        raise UsageError(
+            f"{subject} is a run: it has its own workers and arguments, and no profile; say "
+            "--what-if workers=N, without --workers, --profile and arguments"
+        )
+
+
+def _normalize_strategy(text: str | None) -> str | None:
+    """Write a strategy as candidates write it. AllReduce() is the empty text; None stays None."""
     from paceline.formatting import format_as_call
     from paceline.notation import parse_strategy
 
+    if text is None:
+        return None
     written = format_as_call(parse_strategy(text))
     return "" if written == "AllReduce()" else written
 
 
 def _get_profile(
-    subject: Path, args: Sequence[str], candidates: Sequence[Candidate]
+    subject: Path, args: Sequence[str], cluster: PlannedCluster, wishes: Wishes
 ) -> ModelProfile:
     """Read a profile, or measure the script under all conditions that the candidates need."""
-    from paceline.cluster.machine import count_cores
-    from paceline.plan import model_profile, search
-    from paceline.unequal.probe.script_profiler import Condition, measure_script
+    from paceline.plan import model_profile
 
     if subject.suffix == ".json":
         return model_profile.read_profile(subject)
@@ -182,12 +203,37 @@ def _get_profile(
         )
     if not subject.is_file():
         raise UsageError(f"there is no script {subject}")
-    conditions = search.find_conditions(candidates, count_cores())
-    for processes, threads in conditions:
-        _note(f"measuring {processes} at once, {threads} threads each")
-    return measure_script(
-        str(subject), args, [Condition(*key, parts) for key, parts in conditions.items()]
+    return _measure_script(str(subject), args, cluster, wishes)
+
+
+def _measure_script(
+    script: str, args: Sequence[str], cluster: PlannedCluster, wishes: Wishes
+) -> ModelProfile:
+    """Measure whole models first. They show how the model can be cut, which is measured then."""
+    from paceline.cluster.machine import count_cores
+    from paceline.plan import answer, search
+    from paceline.unequal.probe import script_profiler
+    from paceline.unequal.probe.script_profiler import Condition
+
+    cores = count_cores()
+    whole = search.find_conditions(answer.list_wished(cluster, wishes), cores)
+    micro_parts = () if wishes.sync is not None else answer.list_micro_parts(cluster)
+    conditions = [Condition(*key, parts, micro_parts) for key, parts in whole.items()]
+    for each in conditions:
+        _note(f"measuring {each.processes} at once, {each.threads} threads each")
+    profile = script_profiler.measure_script(script, args, conditions)
+    cuts = replace(profile.possible_cuts, tensor_sizes=profile.tensor_sizes)
+    divided = search.find_tensor_conditions(answer.list_wished(cluster, wishes, cuts), cores)
+    if not divided:
+        return profile
+    for size, processes, threads in divided:
+        _note(f"measuring {processes} that divide layers by {size}, {threads} threads each")
+    workers = script_profiler.measure_tensor_workers(
+        script,
+        args,
+        [Condition(*key[1:], parts, (), key[0]) for key, parts in divided.items()],
     )
+    return replace(profile, tensor_workers=workers)
 
 
 def _print_plan(found: Plan, out: Path | None) -> None:

@@ -84,6 +84,20 @@ def _convert_rate(bits_per_second: int | None, delay: float | None) -> LinkSpeed
     return LinkSpeed(LATENCY + (delay or 0.0), bits_per_second / 8 * PAYLOAD)
 
 
+def split_changes(changes: Sequence[str], sync: str | None) -> tuple[list[str], str | None]:
+    """Split `sync=STRATEGY` off changes, which is another way to write `--sync STRATEGY`.
+
+    Raises:
+        UsageError: Two strategies are given.
+    """
+    strategies = [change.partition("=")[2] for change in changes if change.startswith("sync=")]
+    given = strategies + ([] if sync is None else [sync])
+    if len(given) > 1:
+        raise UsageError(f"give one strategy to plan, not {' and '.join(given)}")
+    kept = [change for change in changes if not change.startswith("sync=")]
+    return kept, given[0] if given else None
+
+
 def apply_changes(cluster: PlannedCluster, changes: Sequence[str]) -> PlannedCluster:
     """Apply changes such as `link=10gbit`, `hosts=4` or `workers=2` (of each host).
 
@@ -94,7 +108,8 @@ def apply_changes(cluster: PlannedCluster, changes: Sequence[str]) -> PlannedClu
         name, equals, value = change.partition("=")
         if not equals or name not in ("link", "hosts", "workers"):
             raise UsageError(
-                f"--what-if {change!r}: give link=RATE, hosts=N or workers=N, such as link=10gbit"
+                f"--what-if {change!r}: give link=RATE, hosts=N, workers=N or sync=STRATEGY, such "
+                "as link=10gbit"
             )
         cluster = _apply_change(cluster, name, value)
     return cluster

@@ -37,6 +37,7 @@ def follow_plan(request: LaunchRequest, path: Path, workers: int | None) -> Laun
     for name, given, value in (
         ("workers", workers, planned),
         ("sync", request.sync, plan.sync or None),
+        ("mesh", request.mesh, plan.mesh or None),
         ("cut", request.cut, plan.cut or None),
         ("shares", request.shares, plan.shares or None),
     ):
@@ -49,6 +50,7 @@ def follow_plan(request: LaunchRequest, path: Path, workers: int | None) -> Laun
         request,
         workers=planned,
         sync=plan.sync or None,
+        mesh=plan.mesh or None,
         cut=plan.cut or None,
         shares=plan.shares or None,
         plan=path,

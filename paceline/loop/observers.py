@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.data.loader import ShareLoader
 
+ModelStepped = Callable[[nn.Module, tuple[Any, ...], Callable[..., Tensor]], None]
 StepEnded = Callable[[int, int, Mapping[str, float]], None]
 
 
@@ -24,6 +27,8 @@ class LoopObservers:
     epoch_began: tuple[Callable[[], None], ...] = ()  # of training, on all workers
     # the turns of this loader are the steps from now on
     lead_taken: tuple[Callable[[ShareLoader], None], ...] = ()
+    # run.step is called: the model, all of its layers are here; arguments and target; the loss
+    model_stepped: tuple[ModelStepped, ...] = ()
     # a prepared optimizer steps for the first time
     first_step: tuple[Callable[[Optimizer], None], ...] = ()
     stepped: tuple[Callable[[Optimizer], None], ...] = ()  # an optimizer has stepped

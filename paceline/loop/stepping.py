@@ -77,6 +77,8 @@ class SteppedModels:
         *inputs, target = given
         pipeline = self._cuts.pipeline_of(model)
         if pipeline is None:
+            for observer in self._loop.observers.model_stepped:
+                observer(model, given, loss)
             batch = StepBatch(model, given, options)
             return (
                 self._step_in_memory(batch, loss, weigh)

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.formatting import format_duration
 
-_MEANINGS = {
+PART_MEANINGS = {
     "start": "until training began",
     "data": "for the next batch",
     "waiting": "for slower workers",
@@ -37,7 +37,7 @@ def read_goodput(fields: Any) -> GoodputFacts | None:
     if not fields:
         return None
     tables = [
-        {name: float(fields[table][name]) for name in ("useful", *_MEANINGS)}
+        {name: float(fields[table][name]) for name in ("useful", *PART_MEANINGS)}
         for table in ("seconds", "percent")
     ]
     if not all(0 <= value < math.inf for table in tables for value in table.values()):
@@ -60,7 +60,7 @@ def describe_goodput(goodput: GoodputFacts | None) -> str:
     ]
     lines += [
         f"  {name:<10}{percent[name]:>6.2f}%  {meaning}"
-        for name, meaning in _MEANINGS.items()
+        for name, meaning in PART_MEANINGS.items()
         if percent[name] > 0
     ]
     return "\n".join(lines)

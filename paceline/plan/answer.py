@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,13 @@ from typing import Any
 from paceline.errors import UsageError
 from paceline.formatting import format_bytes
 from paceline.plan import explain, search
-from paceline.plan.candidates import Candidate, list_candidates
-from paceline.plan.model_profile import ModelProfile
+from paceline.plan.candidates import (
+    STAGE_MICRO_BATCHES,
+    WHOLE,
+    Candidate,
+    list_candidates,
+)
+from paceline.plan.model_profile import ModelProfile, PossibleCuts
 from paceline.plan.plan_file import PlanFile
 from paceline.plan.planned_cluster import PlannedCluster
 from paceline.plan.search import PlanTurning, PricedCandidate
@@ -100,6 +106,7 @@ class Plan:
             len(best.candidate.cluster.hosts),
             tuple(host.workers for host in best.candidate.cluster.hosts),
             best.candidate.sync,
+            best.candidate.mesh,
             best.candidate.cut,
             best.candidate.shares,
             best.candidate.kind,
@@ -109,25 +116,39 @@ class Plan:
         )
 
 
-def list_wished(cluster: PlannedCluster, wishes: Wishes) -> list[Candidate]:
+def list_micro_parts(cluster: PlannedCluster) -> tuple[float, ...]:
+    """List the parts of the global batch that micro-batches of pipelines may be: most and least."""
+    fewest, most = STAGE_MICRO_BATCHES[0] * 2, STAGE_MICRO_BATCHES[-1] * cluster.workers
+    return (float(fewest), float(max(most, 2 * fewest)))
+
+
+def list_wished(
+    cluster: PlannedCluster, wishes: Wishes, cuts: PossibleCuts = WHOLE
+) -> list[Candidate]:
     """List the candidates that the user allows. One worker alone is always among them.
+
+    Args:
+        cluster: The cluster.
+        wishes: What the user asks.
+        cuts: How the model can be cut. Default: as a whole only.
 
     Raises:
         UsageError: The pinned strategy isn't one that can be priced here.
     """
     pinned = wishes.sync
-    candidates = list(list_candidates(cluster, lossy=wishes.lossy or bool(pinned)))
+    candidates = list(list_candidates(cluster, lossy=wishes.lossy or bool(pinned), cuts=cuts))
     if pinned is None:
         return candidates
     wanted = [
         each
         for each in candidates
-        if each.sync == pinned and not each.cut and each.cluster.workers > 1
+        if each.sync == pinned and not each.cut and not each.recompute and each.cluster.workers > 1
     ]
     if not wanted:
         names = dict.fromkeys(each.sync or "AllReduce()" for each in candidates)
         raise UsageError(f"--sync {pinned} can't be priced here; there are: {', '.join(names)}")
-    return [each for each in candidates if each.cluster.workers == 1] + wanted
+    alone = [each for each in candidates if each.cluster.workers == 1 and not each.recompute]
+    return alone + wanted
 
 
 def make_plan(
@@ -148,13 +169,14 @@ def make_plan(
         UsageError: No way fits into the memory; the message has the smallest change that would.
     """
     wishes = Wishes() if wishes is None else wishes
-    priced = search.price_candidates(profile, list_wished(cluster, wishes), correction)
+    candidates = list_wished(cluster, wishes, profile.possible_cuts)
+    priced = search.price_candidates(profile, candidates, correction)
     fitting = [
         each
         for each in priced
         if wishes.memory_bytes is None or each.memory_bytes <= wishes.memory_bytes
     ]
-    if not fitting:
+    if all(each.candidate.recompute for each in fitting):
         raise UsageError(_explain_misfit(profile, priced, wishes))
     best = search.choose_best(fitting)
     return Plan(
@@ -162,7 +184,11 @@ def make_plan(
         cluster,
         tuple(fitting),
         best,
-        next(each for each in priced if each.candidate.cluster.workers == 1),
+        next(
+            each
+            for each in priced
+            if each.candidate.cluster.workers == 1 and not each.candidate.recompute
+        ),
         _find_together(priced, cluster),
         tuple(
             search.find_turnings(
@@ -176,7 +202,11 @@ def make_plan(
 def _find_together(priced: Sequence[PricedCandidate], cluster: PlannedCluster) -> PricedCandidate:
     """Find the fastest exact way with all workers, or the fastest one if none is exact."""
     full = [each for each in priced if each.candidate.cluster.workers == cluster.workers]
-    exact = [each for each in full if not each.candidate.sync and not each.candidate.cut]
+    exact = [
+        each
+        for each in full
+        if not (each.candidate.sync or each.candidate.cut or each.candidate.recompute)
+    ]
     return (exact or full)[0]
 
 
@@ -188,6 +218,14 @@ def _explain_misfit(
     least = min(priced, key=lambda each: each.memory_bytes)
     states = least.state_bytes
     limit = format_bytes(round(wishes.memory_bytes))
+    fitting = [each for each in priced if each.memory_bytes <= wishes.memory_bytes]
+    if fitting:
+        layers = ", ".join(shorten_names(profile.checkpointed.names))
+        return (
+            f"no way fits into {limit} as the script is. With torch.utils.checkpoint around "
+            f"{layers}, this would: {fitting[0].candidate.describe()} "
+            f"({format_bytes(round(fitting[0].memory_bytes))})"
+        )
     text = f"no way fits into {limit}: the smallest needs {format_bytes(round(least.memory_bytes))}"
     if states > wishes.memory_bytes:
         return (
@@ -199,6 +237,12 @@ def _explain_misfit(
     if batch < 1:
         return f"{text}: not even one sample's activations fit beside the states"
     return f"{text}. A global batch of {batch} samples would fit"
+
+
+def shorten_names(names: Sequence[str]) -> list[str]:
+    """Shorten names of layers that differ in a number: "blocks.0", "blocks.1" to "blocks.*"."""
+    patterns = (re.sub(r"\.[0-9]+(?=\.|$)", ".*", name) for name in names)
+    return list(dict.fromkeys(patterns))
 
 
 def format_link(bytes_per_second: float) -> str:

@@ -12,14 +12,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from paceline.errors import UsageError
+from paceline.parallel.pipelining.split import LayerCost
+from paceline.plan.cuts.layer_profile import CheckpointedLayers, LayerSteps, join_layers
 
 FORMAT_NAME: Final = "paceline profile"
-VERSION: Final = 1
+VERSION: Final = 2
+# Of a small GPT, whose activations hardly need more: Linux, torch 2.13.
+FIRST_STEP_BYTES: Final = 30e6
+SECONDS: Final = ("data", "forward", "backward", "optimizer", "other", "exchange")
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,8 @@ class StepTimes:
         other: All else, such as logging.
         spread: Range of the middle half of the steps' times, as a part of the median.
         activation_bytes: Bytes of tensors that autograd kept for backward.
+        exchange: Seconds of forward and backward in which the worker exchanged parts of layers.
+        exchanged_bytes: Bytes that it sent then.
     """
 
     samples: int
@@ -45,6 +52,8 @@ class StepTimes:
     other: float
     spread: float = 0.0
     activation_bytes: float = 0.0
+    exchange: float = 0.0
+    exchanged_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -63,6 +72,7 @@ class MeasuredCondition:
         copied_bytes_per_second: Rate of one process's copies, bytes read and written.
         attended: Part of the time for which the threads of a process had a core.
         steps: Times by number of samples, the fewest first.
+        layers: Costs of the layers by size of a micro-batch, the smallest first. Empty: unknown.
     """
 
     processes: int
@@ -71,6 +81,7 @@ class MeasuredCondition:
     copied_bytes_per_second: float
     attended: float
     steps: tuple[StepTimes, ...]
+    layers: tuple[LayerSteps, ...] = ()
 
     def predict_step(self, samples: float) -> StepTimes:
         """Predict the times of a step: a straight line between the nearest two measured ones.
@@ -89,7 +100,7 @@ class MeasuredCondition:
             end: float = getattr(high, name)
             return max(start + way * (end - start), 0.0)
 
-        names = ("data", "forward", "backward", "optimizer", "other", "spread", "activation_bytes")
+        names = (*SECONDS, "spread", "activation_bytes", "exchanged_bytes")
         return StepTimes(round(samples), **{name: between(name) for name in names})
 
 
@@ -108,6 +119,36 @@ class GradientProfile(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PossibleCuts:
+    """The ways in which a script's model can be cut.
+
+    Attributes:
+        tensor_sizes: Numbers of workers that can divide its layers by `tensor("auto")`.
+        layers: Layers that `pipeline("auto")` can deal to stages. 0: no pipeline is possible.
+        samples: Samples of the global batch.
+        checkpoints: Whether activation checkpoints can be priced.
+    """
+
+    tensor_sizes: tuple[int, ...] = ()
+    layers: int = 0
+    samples: int = 0
+    checkpoints: bool = False
+
+
+@dataclass(frozen=True)
+class TensorWorker:
+    """What was measured of a worker that has its part of each layer.
+
+    Attributes:
+        size: Workers that divide the layers. They ran on one host, and exchanged.
+        profile: What was measured of one of them.
+    """
+
+    size: int
+    profile: ModelProfile
+
+
+@dataclass(frozen=True)
 class ModelProfile:
     """Everything that was measured of a script.
 
@@ -122,6 +163,10 @@ class ModelProfile:
         peak_bytes: Most bytes of the process while it trained with the whole batch. 0: not
             measured.
         conditions: What was measured, a condition at a time.
+        takes_steps: Whether the script calls `run.step`, as pipelines need.
+        tensor_sizes: Numbers of workers that could divide the layers.
+        tensor_workers: What was measured of workers that did.
+        checkpointed: Layers that are worth an activation checkpoint.
     """
 
     script: str
@@ -133,6 +178,21 @@ class ModelProfile:
     base_bytes: int
     peak_bytes: int
     conditions: tuple[MeasuredCondition, ...]
+    takes_steps: bool = False
+    tensor_sizes: tuple[int, ...] = ()
+    tensor_workers: tuple[TensorWorker, ...] = ()
+    checkpointed: CheckpointedLayers = field(default_factory=CheckpointedLayers)
+
+    @property
+    def possible_cuts(self) -> PossibleCuts:
+        """Ways in which the model can be cut, and that were measured."""
+        layers = min((len(each.layers[0].costs) if each.layers else 0) for each in self.conditions)
+        return PossibleCuts(
+            tuple(worker.size for worker in self.tensor_workers),
+            layers if self.takes_steps else 0,
+            self.global_batch,
+            bool(layers and self.checkpointed.names),
+        )
 
     @property
     def trained_bytes(self) -> int:
@@ -147,11 +207,16 @@ class ModelProfile:
             for each in self.conditions
         )
 
-    @property
-    def passing_bytes(self) -> float:
-        """Bytes that a step needs for a short time, besides states and activations."""
+    def predict_passing_bytes(self, samples: float) -> float:
+        """Predict the bytes that a step needs for a short time, besides states and activations.
+
+        Buffers of libraries and threads come with the first step of any model. The rest, such as
+        gradients of activations, is in proportion to samples.
+        """
         activations = self.conditions[0].predict_step(self.global_batch).activation_bytes
-        return max(0.0, self.peak_bytes - self.base_bytes - sum(self.state_bytes) - activations)
+        whole = max(0.0, self.peak_bytes - self.base_bytes - sum(self.state_bytes) - activations)
+        fixed = min(whole, FIRST_STEP_BYTES)
+        return fixed + (whole - fixed) * samples / self.global_batch
 
     def find_condition(self, processes: int, threads: int) -> MeasuredCondition:
         """Find the condition that is most like the asked one."""
@@ -160,6 +225,11 @@ class ModelProfile:
             return abs(each.threads - threads), abs(each.processes - processes)
 
         return min(self.conditions, key=distance)
+
+
+def find_tensor_worker(profile: ModelProfile, size: int) -> TensorWorker:
+    """Find what was measured of a worker that divides its layers with `size - 1` others."""
+    return next(worker for worker in profile.tensor_workers if worker.size == size)
 
 
 def format_profile(profile: ModelProfile) -> str:
@@ -174,17 +244,7 @@ def parse_profile(text: str, source: str = "the text") -> ModelProfile:
         content: Any = json.loads(text)
         if content.get("form") != FORMAT_NAME or content.get("version") != VERSION:
             raise UsageError(f"{source} isn't a profile of this version: measure the script again")
-        return ModelProfile(
-            content["script"],
-            content["machine"],
-            int(content["cores"]),
-            int(content["global_batch"]),
-            tuple(GradientProfile(*each) for each in content["gradients"]),
-            tuple(content["state_bytes"]),
-            int(content["base_bytes"]),
-            int(content["peak_bytes"]),
-            tuple(_make_condition(each) for each in content["conditions"]),
-        )
+        return _make_profile(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UsageError(
             f"{source} isn't a profile ({type(error).__name__}: {error}): measure the script again"
@@ -200,11 +260,37 @@ def read_profile(path: Path) -> ModelProfile:
     return parse_profile(text, str(path))
 
 
+def _make_profile(content: dict[str, Any]) -> ModelProfile:
+    checkpointed = content["checkpointed"]
+    return ModelProfile(
+        content["script"],
+        content["machine"],
+        int(content["cores"]),
+        int(content["global_batch"]),
+        tuple(GradientProfile(*each) for each in content["gradients"]),
+        tuple(content["state_bytes"]),
+        int(content["base_bytes"]),
+        int(content["peak_bytes"]),
+        tuple(_make_condition(each) for each in content["conditions"]),
+        bool(content["takes_steps"]),
+        tuple(content["tensor_sizes"]),
+        tuple(
+            TensorWorker(int(each["size"]), _make_profile(each["profile"]))
+            for each in content["tensor_workers"]
+        ),
+        CheckpointedLayers(tuple(checkpointed["names"]), int(checkpointed["saved_bytes"])),
+    )
+
+
 def _make_condition(content: dict[str, Any]) -> MeasuredCondition:
     steps = tuple(StepTimes(**each) for each in content["steps"])
     if not steps or any(step.samples < 1 for step in steps):
         raise ValueError("a condition has no steps")
-    return MeasuredCondition(**{**content, "steps": steps})
+    layers = tuple(
+        LayerSteps(int(each["samples"]), tuple(LayerCost(**cost) for cost in each["costs"]))
+        for each in content["layers"]
+    )
+    return MeasuredCondition(**{**content, "steps": steps, "layers": layers})
 
 
 def join_processes(measured: Sequence[MeasuredCondition]) -> MeasuredCondition:
@@ -228,4 +314,5 @@ def join_processes(measured: Sequence[MeasuredCondition]) -> MeasuredCondition:
         median([each.copied_bytes_per_second for each in measured]),
         median([each.attended for each in measured]),
         tuple(steps),
+        join_layers([each.layers for each in measured]),
     )

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from paceline.errors import UsageError
 
-VERSION: Final = 1
+VERSION: Final = 2
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class PlanFile:
         hosts: Number of hosts.
         workers: Workers of each host, in the order of the hosts.
         sync: Strategy as `--sync` takes it. Empty: the script's own.
+        mesh: Mesh as `--mesh` takes it. Empty: the script's own.
         cut: Cut of the model as `--cut` takes it. Empty: the script's own.
         shares: Shares as `--shares` takes them. Empty: the script's own.
         kind: Kind of the chosen way.
@@ -38,6 +39,7 @@ class PlanFile:
     hosts: int
     workers: tuple[int, ...]
     sync: str
+    mesh: str
     cut: str
     shares: str
     kind: str
@@ -56,6 +58,7 @@ def format_plan(plan: PlanFile) -> str:
         f"hosts = {plan.hosts}",
         f"workers = {list(plan.workers)}",
         f"sync = {json.dumps(plan.sync)}",
+        f"mesh = {json.dumps(plan.mesh)}",
         f"cut = {json.dumps(plan.cut)}",
         f"shares = {json.dumps(plan.shares)}",
         "",
@@ -83,6 +86,7 @@ def parse_plan(text: str, source: str) -> PlanFile:
             int(content["hosts"]),
             tuple(int(each) for each in content["workers"]),
             str(content["sync"]),
+            str(content["mesh"]),
             str(content["cut"]),
             str(content["shares"]),
             str(predicted["kind"]),

@@ -6,9 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, get_args
 
+from paceline.data.balance import SpeedCurve, balance_shares
 from paceline.plan.candidates import Candidate, Kind, list_candidates
-from paceline.plan.model_profile import MeasuredCondition, ModelProfile, StepTimes
-from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
+from paceline.plan.cuts.pipeline_cost import price_pipeline
+from paceline.plan.cuts.recompute import recompute_step
+from paceline.plan.cuts.tensor_cost import price_tensor
+from paceline.plan.cuts.way_cost import WayCost
+from paceline.plan.model_profile import MeasuredCondition, ModelProfile
+from paceline.plan.planned_cluster import PlannedCluster
 from paceline.plan.step_cost import (
     SimulatedStep,
     WorkerLoad,
@@ -16,11 +21,11 @@ from paceline.plan.step_cost import (
     lay_out_buckets,
     simulate_step,
 )
+from paceline.plan.worker_speeds import find_measured, imitate_host, scale_times
 
 # Part of a prediction that is uncertain even if the script's steps are all alike: the median error
 # of predictions in this project's lab.
 MODEL_ERROR: Final = 0.08
-MOST_PROCESSES: Final = 8  # processes that are measured at once
 TIE: Final = 1.05  # seconds / seconds of the fastest, up to which two ways are about as fast
 KINDS: Final = get_args(Kind)  # the simplest first
 CLEAR_GAIN: Final = 0.95  # seconds of the best way / seconds of one worker, to say that it pays
@@ -73,35 +78,64 @@ def price_candidate(
     profile: ModelProfile, candidate: Candidate, correction: float = 1.0
 ) -> PricedCandidate:
     """Predict the step of one candidate."""
+    several = candidate.cluster.workers > 1
+    price = (
+        price_pipeline
+        if candidate.stages > 1
+        else price_tensor
+        if candidate.tensor > 1
+        else _price_whole_model
+    )
+    cost = price(profile, candidate)
+    # One worker has no exchange that could be predicted wrongly.
+    error = MODEL_ERROR if several else 0.0
+    step = _correct_step(cost.step, correction) if several else cost.step
+    return PricedCandidate(
+        cost.candidate,
+        step,
+        profile.global_batch / step.seconds,
+        (error**2 + (cost.spread / 2) ** 2) ** 0.5,
+        cost.state_bytes,
+        cost.activation_bytes,
+        cost.shares,
+    )
+
+
+def _price_whole_model(profile: ModelProfile, candidate: Candidate) -> WayCost:
+    """Price a way in which each worker computes with the whole model."""
     cluster = candidate.cluster
-    conditions, speeds = _find_measured(profile, cluster)
+    conditions, speeds = find_measured(profile, cluster)
     shares = _deal_shares(profile, conditions, speeds, by_speed=candidate.by_speed)
+    samples = [profile.global_batch * share for share in shares]
     times = [
-        _scale_times(condition.predict_step(profile.global_batch * share), speed)
-        for condition, speed, share in zip(conditions, speeds, shares, strict=True)
+        scale_times(condition.predict_step(own), speed)
+        for condition, speed, own in zip(conditions, speeds, samples, strict=True)
     ]
+    if candidate.recompute:
+        times = [
+            recompute_step(profile, condition, own, count, speed)
+            for own, condition, count, speed in zip(times, conditions, samples, speeds, strict=True)
+        ]
     workers = [
         WorkerLoad(own, condition.copied_bytes_per_second * min(speed, 1.0))
         for own, condition, speed in zip(times, conditions, speeds, strict=True)
     ]
     route = choose_exchange(cluster, candidate.codec)
-    gradients = lay_out_buckets(profile.gradients)
     step = simulate_step(
-        cluster, workers, gradients, route, every=candidate.every, sharded=candidate.zero > 0
+        cluster,
+        workers,
+        lay_out_buckets(profile.gradients),
+        route,
+        every=candidate.every,
+        sharded=candidate.zero > 0,
     )
-    if cluster.workers > 1:
-        step = _correct_step(step, correction)
-    spread = max(each.spread for each in times)
-    # One worker has no exchange that could be predicted wrongly.
-    error = MODEL_ERROR if cluster.workers > 1 else 0.0
-    return PricedCandidate(
+    return WayCost(
         candidate,
         step,
-        profile.global_batch / step.seconds,
-        (error**2 + (spread / 2) ** 2) ** 0.5,
-        _predict_states(profile, candidate),
+        _predict_states(profile, candidate, max(samples)),
         max(each.activation_bytes for each in times),
         tuple(shares),
+        max(each.spread for each in times),
     )
 
 
@@ -126,52 +160,35 @@ def find_conditions(
     return {condition: _thin_out(sorted(counts)) for condition, counts in sorted(parts.items())}
 
 
+def find_tensor_conditions(
+    candidates: Iterable[Candidate], cores: int
+) -> dict[tuple[int, int, int], tuple[float, ...]]:
+    """Find what has to be measured of workers that divide layers.
+
+    Args:
+        candidates: The ways to train. Those that divide no layers don't count.
+        cores: Cores of this machine.
+
+    Returns:
+        Parts of the global batch, by number of workers that divide layers, processes that compute
+        at once, and their threads.
+    """
+    parts: dict[tuple[int, int, int], set[int]] = {}
+    for candidate in candidates:
+        size = candidate.tensor
+        for index in range(len(candidate.cluster.hosts) if size > 1 else 0):
+            processes, threads = imitate_host(candidate.cluster, index, cores)
+            # Whole groups of workers, one at least.
+            condition = size, size * -(-processes // size), threads
+            parts.setdefault(condition, set()).add(candidate.cluster.workers // size)
+    return {condition: _thin_out(sorted(counts)) for condition, counts in sorted(parts.items())}
+
+
 def _thin_out(counts: Sequence[int]) -> tuple[float, ...]:
     """Keep the first, the last and the middle one."""
     return tuple(
         float(count) for count in dict.fromkeys((counts[0], counts[len(counts) // 2], counts[-1]))
     )
-
-
-def imitate_host(cluster: PlannedCluster, index: int, cores: int) -> tuple[int, int]:
-    """Choose the processes and threads that load this machine as much as that host's is loaded."""
-    threads = min(cluster.hosts[index].threads, cores)
-    return max(
-        1, min(MOST_PROCESSES, round(cluster.machine_load(index) * cores / threads))
-    ), threads
-
-
-def _find_measured(
-    profile: ModelProfile, cluster: PlannedCluster
-) -> tuple[list[MeasuredCondition], list[float]]:
-    """Find the measured condition of each worker, and how much faster than there it computes."""
-    conditions, speeds = [], []
-    for index, host in enumerate(cluster.hosts):
-        condition = profile.find_condition(*imitate_host(cluster, index, profile.cores))
-        # How many threads want each core: there, and here.
-        there = max(1.0, cluster.machine_load(index))
-        here = max(1.0, condition.processes * condition.threads / profile.cores)
-        for cores in _count_own_cores(host, profile):
-            conditions.append(condition)
-            speeds.append(cores / condition.threads * here / there)
-    return conditions, speeds
-
-
-def _count_own_cores(host: PlannedHost, profile: ModelProfile) -> list[float]:
-    """Count the cores of this machine that would compute as much as each worker of a host.
-
-    Without measured products each core there is as fast as here. So it is on this machine itself.
-    """
-    if not host.flops or host.machine == profile.machine or not profile.core_flops:
-        return [host.demand / host.workers] * host.workers
-    # The products were measured while the workers of the host shared its cores.
-    sharing = max(1.0, host.demand / host.cores)
-    return [flops * sharing / profile.core_flops for flops in host.flops]
-
-
-def _scale_times(times: StepTimes, speed: float) -> StepTimes:
-    names = ("data", "forward", "backward", "optimizer", "other")
-    return replace(times, **{name: getattr(times, name) / speed for name in names})
 
 
 def _deal_shares(
@@ -181,17 +198,25 @@ def _deal_shares(
     *,
     by_speed: bool,
 ) -> list[float]:
-    """Deal the global batch: equally, or so that all workers take about as long."""
-    count = len(conditions)
-    shares = [1.0 / count] * count
-    for _ in range(8 if by_speed else 0):
-        seconds = [
-            max(_scale_times(c.predict_step(profile.global_batch * s), v).seconds, 1e-9)
-            for c, v, s in zip(conditions, speeds, shares, strict=True)
-        ]
-        rates = [share / second for share, second in zip(shares, seconds, strict=True)]
-        shares = [rate / sum(rates) for rate in rates]
-    return shares
+    """Deal the global batch: equally, or by speed, as a run with `shares="auto"` does."""
+    count, batch = len(conditions), profile.global_batch
+    if not by_speed:
+        return [1.0 / count] * count
+    curves = [
+        _fit_curve(condition, speed, batch)
+        for condition, speed in zip(conditions, speeds, strict=True)
+    ]
+    return [share / batch for share in balance_shares(batch, curves)]
+
+
+def _fit_curve(condition: MeasuredCondition, speed: float, batch: int) -> SpeedCurve:
+    """Fit the line through the seconds of a step with the whole batch, and with half of it."""
+    half, whole = (
+        scale_times(condition.predict_step(samples), speed).seconds
+        for samples in (batch / 2, batch)
+    )
+    per_sample = max(min((whole - half) / (batch / 2), whole / batch), 1e-12)
+    return SpeedCurve(max(whole - per_sample * batch, 0.0), per_sample)
 
 
 def _correct_step(step: SimulatedStep, correction: float) -> SimulatedStep:
@@ -200,8 +225,8 @@ def _correct_step(step: SimulatedStep, correction: float) -> SimulatedStep:
     return replace(step, seconds=step.seconds * correction, parts=parts)
 
 
-def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:
-    """Predict the bytes that a worker holds from step to step."""
+def _predict_states(profile: ModelProfile, candidate: Candidate, samples: float) -> float:
+    """Predict the bytes that a worker with so many samples holds besides activations."""
     parameters, gradients, optimizer = map(float, profile.state_bytes)
     count = candidate.cluster.workers
     if candidate.zero:
@@ -211,7 +236,7 @@ def _predict_states(profile: ModelProfile, candidate: Candidate) -> float:
     # Several workers have buckets. With local SGD they keep the replica of the last round as well.
     buckets = 0 if count == 1 else 1 if candidate.every == 1 else 2
     states = parameters + gradients + optimizer + buckets * profile.trained_bytes
-    return profile.base_bytes + profile.passing_bytes + states
+    return profile.base_bytes + profile.predict_passing_bytes(samples) + states
 
 
 @dataclass(frozen=True)
@@ -243,7 +268,8 @@ def find_turnings(
 
     def find_best(factor: float) -> PricedCandidate:
         changed = cluster.scale_links(factor)
-        return choose_best(price_candidates(profile, list_candidates(changed, lossy=lossy)))
+        candidates = list_candidates(changed, lossy=lossy, cuts=profile.possible_cuts)
+        return choose_best(price_candidates(profile, candidates))
 
     for factors in ([2**-power for power in range(1, 11)], [2**power for power in range(1, 11)]):
         for factor in factors:
@@ -261,7 +287,8 @@ def is_another_way(one: PricedCandidate, other: PricedCandidate) -> bool:
     def key(priced: PricedCandidate) -> tuple[object, ...]:
         candidate = priced.candidate
         workers = tuple(host.workers for host in candidate.cluster.hosts)
-        return candidate.kind, candidate.host_indices, workers, candidate.sync, candidate.cut
+        cuts = candidate.zero, candidate.mesh
+        return candidate.kind, candidate.host_indices, workers, candidate.sync, cuts
 
     return key(one) != key(other)
 
@@ -270,15 +297,17 @@ def choose_best(priced: Sequence[PricedCandidate]) -> PricedCandidate:
     """Choose the simplest of the ways that are about as fast as the fastest.
 
     Simple means: whole models before cut ones, exact before lossy, equal shares, fewer workers.
+    Activation checkpoints are the script's own, so no plan can choose them.
     """
-    fastest = priced[0].step.seconds
+    possible = [each for each in priced if not each.candidate.recompute]
+    fastest = possible[0].step.seconds
 
     def complexity(each: PricedCandidate) -> tuple[int, bool, int, float]:
         candidate = each.candidate
         kind = KINDS.index(candidate.kind)
         return kind, candidate.by_speed, candidate.cluster.workers, each.step.seconds
 
-    return min((each for each in priced if each.step.seconds <= TIE * fastest), key=complexity)
+    return min((each for each in possible if each.step.seconds <= TIE * fastest), key=complexity)
 
 
 def choose_best_of_kinds(priced: Sequence[PricedCandidate]) -> list[PricedCandidate]:

@@ -24,7 +24,7 @@ from paceline.comm.schedule import (
     Schedule,
     ScheduleNetwork,
     build_owners,
-    build_ring,
+    choose_even_schedule,
     predict_seconds,
 )
 from paceline.plan import exchange_cost as cost
@@ -152,8 +152,7 @@ def choose_exchange(cluster: PlannedCluster, codec: WireCodec = EXACT) -> Exchan
         return ExchangeRoute(None, ScheduleNetwork((0,), MEMORY, MEMORY), codec)
     network = ScheduleNetwork(range(count), MEMORY, links[0], links)
     # A codec's sums go straight to the owner of a chunk, and back.
-    even = (build_owners(count),) if codec.name else (build_ring(count), build_owners(count))
-    schedule = min(even, key=lambda each: predict_seconds(each, BUCKET, network))
+    schedule = build_owners(count) if codec.name else choose_even_schedule(BUCKET, network)[0]
     return ExchangeRoute(schedule, network, codec)
 
 
@@ -345,11 +344,13 @@ class _Clock:
         # Workers meet in each step, so the slowest decides.
         slowest = max(range(len(ends)), key=ends.__getitem__)
         each, seconds = self.times[slowest], ends[slowest]
+        # What a cut exchanges is a part of forward and backward.
+        computing = 1.0 - each.exchange / ((each.forward + each.backward) or 1.0)
         parts = {
             "data": each.data,
-            "forward": each.forward,
-            "backward": each.backward,
-            "exchange": seconds - each.seconds,
+            "forward": each.forward * computing,
+            "backward": each.backward * computing,
+            "exchange": seconds - each.seconds + each.exchange,
             "optimizer": each.optimizer,
             "other": each.other,
         }
@@ -370,19 +371,40 @@ class _Clock:
         return SimulatedStep(seconds, parts, self.within, self.between, events)
 
 
+def simulate_bare_exchange(
+    cluster: PlannedCluster,
+    copy_rates: Sequence[float],
+    gradients: GradientLoad,
+    route: ExchangeRoute,
+) -> tuple[float, float, float]:
+    """Simulate an exchange that no backward hides, as all tensors are there at once.
+
+    Args:
+        cluster: The hosts, and their workers.
+        copy_rates: Bytes that each worker reads and writes a second.
+        gradients: What is exchanged.
+        route: How buckets travel.
+
+    Returns:
+        Seconds, bytes sent inside hosts, and bytes sent between hosts.
+    """
+    idle = StepTimes(1, 0.0, 0.0, 0.0, 0.0, 0.0)
+    clock = _Clock(cluster, [WorkerLoad(idle, rate) for rate in copy_rates], gradients, route)
+    seconds = max(clock.exchange_during_backward()) + clock.agreement_seconds()
+    return seconds, clock.within, clock.between
+
+
 def _add_round(own: SimulatedStep, state: _Clock, every: int) -> SimulatedStep:
     """Add the exchange of a round of local SGD, spread over its steps."""
     total = sum(bucket.nbytes for bucket in state.gradients.buckets)
-    # All changes are there at once: no backward hides the exchange.
-    idle = StepTimes(1, 0.0, 0.0, 0.0, 0.0, 0.0)
-    workers = [WorkerLoad(idle, rate) for rate in state.copy_rates]
-    rounds = _Clock(state.cluster, workers, state.gradients, state.route)
-    seconds = max(rounds.exchange_during_backward())
-    seconds += cost.ROUND_TRAFFIC * total / min(state.copy_rates) + rounds.agreement_seconds()
+    seconds, within, between = simulate_bare_exchange(
+        state.cluster, state.copy_rates, state.gradients, state.route
+    )
+    seconds += cost.ROUND_TRAFFIC * total / min(state.copy_rates)
     return SimulatedStep(
         own.seconds + seconds / every,
         {**own.parts, "exchange": own.parts["exchange"] + seconds / every},
-        rounds.within / every,
-        rounds.between / every,
+        within / every,
+        between / every,
         own.events,
     )

@@ -321,7 +321,7 @@ class _RunAssembly:
         plan = TotalSteps(total_steps, self.log.expect_steps)
         observers = self._order_observers(plan, collector, survival, elastic)
         # For `paceline plan` steps are only measured.
-        measuring = make_profiler_observers(self.prepared, self.view.worker.place.profile)
+        measuring = make_profiler_observers(self.prepared, self.view.worker.place, self.axes.groups)
         self.loop.observe(observers.preceded_by(measuring))
         self.hints.begin_watching()
         self.watch.begin_watching()

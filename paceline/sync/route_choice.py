@@ -18,9 +18,8 @@ from paceline.comm.schedule import (
     LinkSpeed,
     Schedule,
     ScheduleNetwork,
-    build_owners,
-    build_ring,
     build_uneven,
+    choose_even_schedule,
     owned_fractions,
     predict_seconds,
 )
@@ -142,10 +141,7 @@ def _predict_gain(rates: Sequence[float], latency: float) -> float:
         return 1.0
     links = [LinkSpeed(latency, rate) for rate in rates]
     network = ScheduleNetwork(range(count), links[0], links[0], links)
-    even = min(
-        predict_seconds(schedule, PRICED_BYTES, network)
-        for schedule in (build_ring(count), build_owners(count))
-    )
+    _, even = choose_even_schedule(PRICED_BYTES, network)
     return even / predict_seconds(build_uneven(rates), PRICED_BYTES, network)
 
 

@@ -13,7 +13,11 @@ import psutil
 import pytest
 
 from paceline.errors import UsageError
-from paceline.unequal.probe.script_profiler import Condition, measure_script
+from paceline.unequal.probe.script_profiler import (
+    Condition,
+    measure_script,
+    measure_tensor_workers,
+)
 from tests.harness.jobs import wait_for
 
 pytestmark = pytest.mark.jobs
@@ -111,6 +115,77 @@ def test_a_plan_is_printed_written_run_and_compared(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["settings"]["plan"]["measured"] == entry["measured"]
     assert "Planned " in run_paceline(tmp_path, "report", str(folder)).stdout
+
+
+CUT_LOOP = """
+class Perceptron(torch.nn.Module):
+    tensor_plan = pl.tensor({"up": pl.column(), "down": pl.row()})
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(20, 32), torch.nn.Linear(32, 20)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+model = torch.nn.Sequential(Perceptron(), Perceptron(), Perceptron(), torch.nn.Linear(20, 2))
+optimizer = torch.optim.AdamW(model.parameters())
+with pl.start() as run:
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for _ in run.epochs(2):
+        for a, b in loader:
+            run.step(model, a, b, loss=F.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+    print("trained", run.size, run.mesh)
+"""
+
+
+def test_what_is_measured_of_a_model_that_can_be_cut(tmp_path: Path) -> None:
+    script = str(write_script(tmp_path, CUT_LOOP))
+    profile = measure_script(script, [], [Condition(1, 1, (1,), (2, 4))])
+    assert profile.takes_steps and profile.tensor_sizes == (2, 4, 8)
+    (condition,) = profile.conditions
+    assert [each.samples for each in condition.layers] == [4, 8]
+    names = ["0", "1", "2", "3"]
+    assert [cost.name for cost in condition.layers[0].costs] == names
+    parameters = sum(cost.trained for cost in condition.layers[0].costs)
+    assert parameters == profile.trained_bytes
+    # The gradients and the random state of the script's own steps are untouched by that.
+    assert profile.checkpointed.names == ("0", "1", "2")
+    # Of three layers, autograd then keeps an input of 20 numbers, and no activations of 32.
+    saved, kept = profile.checkpointed.saved_bytes, condition.steps[0].activation_bytes
+    assert 3 * 4 * 16 * 32 <= saved < kept
+    assert profile.possible_cuts.layers == 4
+    (worker,) = measure_tensor_workers(script, [], [Condition(2, 1, (1,), (), 2)])
+    # Half of the weights of six layers, and all else.
+    halves = 3 * (2 * 20 * 32 + 32) // 2
+    assert worker.size == 2 and worker.profile.trained_bytes == 4 * (halves + 3 * 20 + 42)
+    step = worker.profile.conditions[0].steps[0]
+    assert 0 < step.exchange < step.forward + step.backward
+    # A sum forward for each pair of layers, and one backward for all but the first.
+    assert step.exchanged_bytes >= 5 * 4 * 16 * 20 / 2
+
+
+def test_a_plan_with_a_cut_is_run(tmp_path: Path) -> None:
+    write_script(tmp_path, CUT_LOOP)
+    planned = run_paceline(
+        tmp_path, "plan", "train.py", "--workers", "2", "--out", "plan.toml", "--json"
+    )
+    assert planned.returncode == 0, planned.stderr
+    ways = json.loads(planned.stdout)["candidates"]
+    assert {"tensor=2", "stage=2"} <= {way["mesh"] for way in ways}
+    way = next(way for way in ways if way["mesh"] == "stage=2")
+    lines = (tmp_path / "plan.toml").read_text().splitlines()
+    changed = {"workers": "[2]", "sync": '""', "shares": '""', "mesh": '"stage=2"'}
+    changed["cut"] = json.dumps(way["cut"])
+    for index, line in enumerate(lines):
+        if (name := line.partition(" = ")[0]) in changed:
+            lines[index] = f"{name} = {changed[name]}"
+    (tmp_path / "plan.toml").write_text("\n".join(lines))
+    ran = run_paceline(tmp_path, "run", "--plan", "plan.toml", "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "trained 2 stage=2" in ran.stdout and "planned " in ran.stderr
 
 
 REFUSED = {

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 from paceline.plan.plan_file import PlanFile, write_plan
 
 PLAN = PlanFile(
-    "train.py", "two.toml", 2, (2, 2), "LocalSGD(every=8)", "", "", "local SGD", 0.1, 0.1
+    "train.py", "two.toml", 2, (2, 2), "LocalSGD(every=8)", "", "", "", "local SGD", 0.1, 0.1
 )
 
 
@@ -129,7 +129,7 @@ def test_a_run_that_contradicts_its_plan(
 
 def test_hosts_with_different_workers_need_their_ranks(tmp_path: Path) -> None:
     path = tmp_path / "plan.toml"
-    write_plan(path, PlanFile("t.py", "c", 2, (1, 3), "", "", "", "data parallel", 0.1, 0.1))
+    write_plan(path, PlanFile("t.py", "c", 2, (1, 3), "", "", "", "", "data parallel", 0.1, 0.1))
     with pytest.raises(UsageError, match="--host-rank"):
         follow_plan(LaunchRequest("t.py", hosts=2), path, None)
     assert follow_plan(LaunchRequest("t.py", hosts=2, host_rank=1), path, None).workers == 3

@@ -7,12 +7,14 @@ import math
 from pathlib import Path
 from typing import Any, Final
 
+from paceline.record.outcome.goodput import GOODPUT_PARTS, compute_percent
 from paceline.trace import STEP_PARTS
 from paceline.unequal.stragglers.causes import CAUSES
 from tests.harness.finished_runs import finished
 
 STEPS: Final = 60
 PARTS_OF: Final = {"compute": 0.05, "exchange": 0.03, "wait": 0.015, "data": 0.005}
+GOODPUT: Final = dict.fromkeys(GOODPUT_PARTS, 0) | {"useful": 15, "start": 1, "repeated": 4}
 EVENTS: Final = [
     {"time": 2.5, "what": "rank 1 was lost: 1 worker went on after 0.21 s (view 2)"},
     {"time": 3.5, "what": "rank 1 has come: 2 workers go on (view 3)"},
@@ -89,6 +91,7 @@ def whole(tmp_path: Path, **changes: Any) -> Path:
             "seed": 7,
         },
         "results": {"auc": 0.8},
+        "goodput": {"seconds": GOODPUT, "percent": compute_percent(GOODPUT)},
         "log_began": 0.2,
     }
     members = changes.pop("members", fields.pop("members"))

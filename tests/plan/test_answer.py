@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from paceline.plan.ledger import LedgerEntry
 from paceline.plan.plan_file import format_plan, parse_plan
 from paceline.plan.planned_cluster import PlannedCluster, describe_this_host
 from paceline.plan.trace_file import format_trace
+from tests.harness.cut_plans import make_cut_profile
 from tests.harness.plans import make_condition, make_hosts, make_profile
 
 PAYS = make_profile((make_condition(),))
@@ -67,6 +69,30 @@ def test_memory() -> None:
         make_plan(PAYS, make_hosts(1), Wishes(memory_bytes=1e6))
 
 
+def test_checkpoints_are_named_if_nothing_else_fits() -> None:
+    profile = make_cut_profile()
+    host = describe_this_host(2, 2)
+    plain = [each for each in make_plan(profile, host).priced if not each.candidate.recompute]
+    limit = min(each.memory_bytes for each in plain) - 1
+    words = r"torch.utils.checkpoint around blocks\.\*, this would: .*activation checkpoints"
+    with pytest.raises(UsageError, match=words):
+        make_plan(profile, host, Wishes(memory_bytes=limit))
+
+
+def test_cuts_are_written_to_the_file() -> None:
+    """A model that fits nowhere as a whole is cut."""
+    plan = make_plan(make_cut_profile(), describe_this_host(2, 2))
+    cut = next(each for each in plan.priced if each.candidate.stages > 1)
+    file = replace(plan, best=cut).to_file()
+    assert file.mesh == "stage=2" and file.cut.startswith('pipeline("auto", schedule=')
+    assert parse_plan(format_plan(file), "plan.toml") == replace(
+        file,
+        seconds_per_step=pytest.approx(file.seconds_per_step, rel=1e-4),
+        uncertainty=pytest.approx(file.uncertainty, rel=0.01),
+        samples_per_second=pytest.approx(file.samples_per_second, rel=1e-4),
+    )
+
+
 def test_fields_of_json() -> None:
     fields = make_plan(PAYS, make_hosts(2)).to_fields()
     assert json.loads(json.dumps(fields)) == fields
@@ -88,7 +114,7 @@ def test_a_plan_is_written_and_read() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("version = 2", "of this version"),
+        ("version = 1", "of this version"),
         ("workers = [1]", "for each host"),
         ("workers = [0, 1]", "above 0"),
         ("seconds_per_step = 0.0", "above 0"),

@@ -7,8 +7,13 @@ from dataclasses import replace
 import pytest
 
 from paceline.errors import UsageError
-from paceline.plan.model_profile import format_profile, join_processes, parse_profile
-from tests.harness.plans import make_condition, make_profile
+from paceline.plan.model_profile import (
+    FIRST_STEP_BYTES,
+    format_profile,
+    join_processes,
+    parse_profile,
+)
+from tests.harness.plans import BATCH, make_condition, make_profile
 
 
 def test_a_measured_step_is_predicted_as_it_was_measured() -> None:
@@ -66,3 +71,16 @@ def test_processes_are_joined_by_their_medians() -> None:
     assert two.predict_step(32).seconds == pytest.approx(
         make_condition(3, each=0.0015).predict_step(32).seconds
     )
+
+
+def test_what_a_step_needs_for_a_short_time() -> None:
+    """A part of it comes with any step, and the rest is in proportion to samples."""
+    profile = make_profile()
+    states, kept = sum(profile.state_bytes), 1000 * BATCH
+    large = replace(profile, peak_bytes=states + kept + round(FIRST_STEP_BYTES) + 1_000_000)
+    assert large.predict_passing_bytes(BATCH) == FIRST_STEP_BYTES + 1_000_000
+    assert large.predict_passing_bytes(BATCH / 4) == FIRST_STEP_BYTES + 250_000
+    small = replace(profile, peak_bytes=states + kept + 5_000_000)
+    assert small.predict_passing_bytes(BATCH / 4) == 5_000_000
+    # The peak isn't known.
+    assert profile.predict_passing_bytes(BATCH) == 0

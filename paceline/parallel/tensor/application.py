@@ -61,6 +61,25 @@ class _ParameterCut:
         return [(part * length + first, part * length + last) for part in range(self.parts)]
 
 
+@dataclass(frozen=True)
+class CheckedLayers:
+    """What a cut changes, once it is known to be possible.
+
+    Attributes:
+        named: Modules that are cut, or computed on parts.
+        regions: Region of the sequence around a module, by the module's id.
+        sums: Names and modules whose gradients are summed.
+        parameters: How parameters are cut.
+        divided: Numbers of modules that are divided: module, attribute, new value.
+    """
+
+    named: Sequence[NamedModule]
+    regions: Mapping[int, NamedModule]
+    sums: Sequence[tuple[str, nn.Module]]
+    parameters: Sequence[_ParameterCut]
+    divided: Sequence[tuple[nn.Module, str, int]]
+
+
 def cut_layers(
     model: nn.Module,
     layers: Mapping[str, Style],
@@ -84,41 +103,54 @@ def cut_layers(
     """
     # Private: the model that torch.compile has wrapped.
     model = getattr(model, "_orig_mod", model)
-    size = context.mesh.axis_size(AXIS)
-    # Checks.
-    named = find_named_modules(model, layers)
-    refuse_wrapped_model(model)
-    for each in named:
-        refuse_uncuttable(each, model)
-    regions = map_regions(named)
-    whole = [each for each in named if isinstance(each.style, sequence | summed)]
-    sums = find_summed_modules(whole, {id(each.module) for each in named if each not in whole})
-    cuts = _plan_parameter_cuts(model, [each for each in named if each not in whole], size)
-    divided = list(_find_divided(model, divide, size))
+    checked = check_layers(model, layers, divide, context.mesh.axis_size(AXIS))
     # Changes: parameters first, then the attributes and classes of modules.
     group = context.groups.group_along(AXIS)
     axis = TensorAxis(group, context.groups.meter_along(AXIS))
     _share_random_state(axis)
     before = {name: dict(vars(part)) for name, part in model.named_modules()}
-    for parameter_cut in cuts:
+    for parameter_cut in checked.parameters:
         _cut_parameter(parameter_cut, context, group.rank)
-    for module, name, value in divided:
+    for module, name, value in checked.divided:
         setattr(module, name, value)
-    for each in named:
-        _change_layer(each, axis, regions)
-    for name, module in sums:
+    for each in checked.named:
+        _change_layer(each, axis, checked.regions)
+    for name, module in checked.sums:
         change_class(module, SummedModule, LayerCut(axis, name))
     # Comparisons in the first calls.
-    cut_ids = {id(one.parameter) for one in cuts}
+    cut_ids = {id(one.parameter) for one in checked.parameters}
     whole_parameters = [
         (name, parameter)
         for name, parameter in model.named_parameters()
         if id(parameter) not in cut_ids
     ]
-    columns = [each.name for each in named if isinstance(each.style, column)]
+    columns = [each.name for each in checked.named if isinstance(each.style, column)]
     peers.watch_model(model, axis, columns, whole_parameters)
     if compare:
-        _compare_with_uncut(model, axis, named, before)
+        _compare_with_uncut(model, axis, checked.named, before)
+
+
+def check_layers(
+    model: nn.Module, layers: Mapping[str, Style], divide: Sequence[str], size: int
+) -> CheckedLayers:
+    """Check that `size` workers can divide the layers that patterns name. Nothing is changed.
+
+    Raises:
+        UsageError: The model can't be cut in this way.
+    """
+    named = find_named_modules(model, layers)
+    refuse_wrapped_model(model)
+    for each in named:
+        refuse_uncuttable(each, model)
+    whole = [each for each in named if isinstance(each.style, sequence | summed)]
+    cut = [each for each in named if each not in whole]
+    return CheckedLayers(
+        named,
+        map_regions(named),
+        find_summed_modules(whole, {id(each.module) for each in cut}),
+        _plan_parameter_cuts(model, cut, size),
+        list(_find_divided(model, divide, size)),
+    )
 
 
 def _compare_with_uncut(

@@ -21,7 +21,12 @@ from typing import Final, NamedTuple
 
 from paceline.cluster.discover import copy_environment
 from paceline.errors import UsageError
-from paceline.plan.model_profile import ModelProfile, join_processes, read_profile
+from paceline.plan.model_profile import (
+    ModelProfile,
+    TensorWorker,
+    join_processes,
+    read_profile,
+)
 from paceline.unequal.probe.step_profiler import ProfileRequest
 
 LONGEST: Final = 300.0  # seconds that all copies of one condition may take
@@ -31,14 +36,21 @@ LAUNCHER_VARIABLES: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SI
 
 
 class Condition(NamedTuple):
-    """What to measure at the same time: processes, threads of each, and parts of a batch.
+    """What to measure at the same time.
 
-    A part of 2 is half of the global batch.
+    Attributes:
+        processes: Processes.
+        threads: Threads of each.
+        parts: Parts of the global batch: 2 is half of it.
+        micro_parts: Parts for micro-batches, with which layers are measured. Default: none.
+        tensor: Processes that divide the layers between them. Default: 1.
     """
 
     processes: int
     threads: int
     parts: tuple[float, ...]
+    micro_parts: tuple[float, ...] = ()
+    tensor: int = 1
 
 
 def measure_script(
@@ -52,6 +64,30 @@ def measure_script(
     """
     with _end_on_sigterm():
         profiles = [_measure_condition(script, args, condition) for condition in conditions]
+    return join_conditions(profiles)
+
+
+def measure_tensor_workers(
+    script: str, args: Sequence[str], conditions: Sequence[Condition]
+) -> tuple[TensorWorker, ...]:
+    """Measure steps of workers that divide the layers of a script's model between them.
+
+    Raises:
+        UsageError: As `measure_script` does.
+    """
+    with _end_on_sigterm():
+        profiles = {each: _measure_condition(script, args, each) for each in conditions}
+    return tuple(
+        TensorWorker(
+            size,
+            join_conditions([found for each, found in profiles.items() if each.tensor == size]),
+        )
+        for size in sorted({each.tensor for each in conditions})
+    )
+
+
+def join_conditions(profiles: Sequence[ModelProfile]) -> ModelProfile:
+    """Join profiles of one script under several conditions."""
     measured = tuple(condition for profile in profiles for condition in profile.conditions)
     return replace(profiles[0], conditions=measured)
 
@@ -76,10 +112,19 @@ def _end_on_sigterm() -> Iterator[None]:
 def _measure_condition(script: str, args: Sequence[str], condition: Condition) -> ModelProfile:
     with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder:
         requests = [
-            ProfileRequest(script, folder, index, condition.processes, condition.parts)
+            ProfileRequest(
+                script,
+                folder,
+                index,
+                condition.processes,
+                condition.parts,
+                condition.micro_parts,
+                condition.tensor,
+            )
             for index in range(condition.processes)
         ]
-        _run_copies(script, args, condition.threads, requests)
+        # Workers that divide layers are one run. Its first request is that of all of them.
+        _run_copies(script, args, condition.threads, requests[:: condition.tensor])
         profiles = [read_profile(request.result_file()) for request in requests]
     joined = join_processes([profile.conditions[0] for profile in profiles])
     return replace(profiles[0], conditions=(joined,))
@@ -98,7 +143,7 @@ def _run_copies(
             with (folder / f"output-{request.index}.txt").open("wb") as output:
                 copies.append(
                     subprocess.Popen(
-                        [sys.executable, script, *args],
+                        _make_command(script, args, threads, request.tensor),
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=subprocess.STDOUT,
@@ -135,6 +180,16 @@ def _wait_for_copies(
                 "data set to plan with"
             )
         time.sleep(0.02)
+
+
+def _make_command(script: str, args: Sequence[str], threads: int, tensor: int) -> list[str]:
+    """Make the command of a copy: the script alone, or a run of workers that divide its layers."""
+    if tensor == 1:
+        return [sys.executable, script, *args]
+    mesh = ["--mesh", f"tensor={tensor}", "--cut", 'tensor("auto")']
+    quiet = ["--quiet", "--report-to", "none"]
+    run = ["-m", "paceline", "run", "--workers", str(tensor), "--threads", str(threads)]
+    return [sys.executable, *run, *mesh, *quiet, script, *args]
 
 
 def _describe_failure(script: str, code: int, request: ProfileRequest) -> str:

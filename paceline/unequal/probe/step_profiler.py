@@ -14,22 +14,26 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from paceline.cluster.discover import Place
 from paceline.cluster.machine import count_cores, identify_boot
+from paceline.comm.axis_groups import AxisGroups
 from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
 from paceline.loop.observers import LoopObservers
-from paceline.parallel.containers import tree_leaves, tree_map
+from paceline.parallel.containers import tree_leaves
+from paceline.plan.cuts.layer_profile import CheckpointedLayers, LayerSteps
 from paceline.plan.model_profile import (
+    SECONDS,
     GradientProfile,
     MeasuredCondition,
     ModelProfile,
@@ -49,10 +53,12 @@ from paceline.unequal.probe.compute import (
     measure_copies,
     measure_products,
 )
+from paceline.unequal.probe.model_call import ModelCall, cut_rows
 
 FIRST_STEPS: Final = 3  # steps before the first phase: the first ones allocate memory
 SKIPPED_STEPS: Final = 1  # first steps of a phase
 MIN_STEPS, MAX_STEPS = 4, 40  # measured steps of a phase
+TENSOR_STEPS: Final = 8  # measured steps of a phase if workers divide layers
 PHASE_SECONDS: Final = 1.2  # seconds of a phase, unless its fewest steps take longer
 MEETING_SECONDS: Final = 120.0  # seconds in which the other processes have to come
 PRODUCT_SECONDS: Final = 0.3  # seconds of the products of matrices, and of the copies
@@ -69,6 +75,8 @@ class ProfileRequest:
         processes: Number of processes that measure at the same time.
         parts: Parts of the global batch: 4 is a quarter of its samples. The first is measured
             first.
+        micro_parts: Parts for micro-batches, with which layers are measured one by one.
+        tensor: Workers that divide the layers: this process, and others of a run.
     """
 
     script: str
@@ -76,12 +84,15 @@ class ProfileRequest:
     index: int
     processes: int
     parts: tuple[float, ...]
+    micro_parts: tuple[float, ...] = ()
+    tensor: int = 1
 
     @classmethod
     def read(cls, path: Path) -> ProfileRequest:
         """Read the file."""
         content = json.loads(path.read_text())
-        return cls(**{**content, "parts": tuple(content["parts"])})
+        lists = {name: tuple(content[name]) for name in ("parts", "micro_parts")}
+        return cls(**{**content, **lists})
 
     def write(self, path: Path) -> None:
         """Write the file."""
@@ -102,6 +113,8 @@ class _Moments:
     last_gradient: float = 0.0
     optimizer_began: float = 0.0
     optimizer: float = 0.0  # seconds of all optimizer steps
+    exchanged: float = 0.0  # seconds of exchanges along `tensor` before this step
+    sent: float = 0.0  # bytes sent along it before this step
 
 
 @dataclass
@@ -115,6 +128,23 @@ class _Phase:
     began: float = 0.0
 
 
+class Meters:
+    """What this worker has exchanged so far along axes of the mesh."""
+
+    def __init__(self, groups: AxisGroups) -> None:
+        self._groups = groups
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which it stood still."""
+        return sum(meter.seconds for meter in self._groups.meters)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that it has sent."""
+        return sum(sum(meter.traffic.as_pair) for meter in self._groups.meters)
+
+
 class StepProfiler:
     """Measures steps, writes the profile of this process, and ends the script.
 
@@ -122,8 +152,8 @@ class StepProfiler:
     each batch by its first samples.
     """
 
-    def __init__(self, prepared: Prepared, request: Path) -> None:
-        self._prepared, self._request = prepared, ProfileRequest.read(request)
+    def __init__(self, prepared: Prepared, request: ProfileRequest, meters: Meters) -> None:
+        self._prepared, self._request, self._meters = prepared, request, meters
         self._loader: ShareLoader | None = None
         self._now = _Moments()
         self._steps = 0
@@ -141,13 +171,19 @@ class StepProfiler:
         # Of the process: when training begins, and at most in the steps before the first phase.
         self._base_bytes = self._peak_bytes = 0
         self._flops = self._copied = self._attended = 0.0
+        # The last call of the model, until layers are measured, and what was measured then.
+        self._call: ModelCall | None = None
+        self._takes_steps = False
+        self._layers: tuple[LayerSteps, ...] = ()
+        self._tensor_sizes: tuple[int, ...] = ()
+        self._checkpointed = CheckpointedLayers()
 
     # ---- observers of the loop
 
     def begin_training(self, loader: ShareLoader) -> None:
         """Follow the loader, the models and the optimizers."""
         prepared = self._prepared
-        if prepared.cuts.applied:
+        if prepared.cuts.applied and self._request.tensor == 1:
             raise UsageError("paceline plan measures whole models: leave --mesh and --cut out")
         models = [model for _, model in prepared.models]
         devices = {parameter.device.type for model in models for parameter in model.parameters()}
@@ -165,12 +201,21 @@ class StepProfiler:
         }
         loader.terms.change_batches(self._take_samples)
         for _, model in prepared.models:
+            model.register_forward_pre_hook(self._note_call, with_kwargs=True)
             model.register_forward_hook(self._note_forward)
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._note_gradient)
         self._base_bytes = _read_resident_bytes()
         self._now.ended = time.perf_counter()
+
+    def note_model_step(
+        self, model: nn.Module, given: tuple[Any, ...], loss: Callable[..., Tensor]
+    ) -> None:
+        """Note that the script calls `run.step`, and with which loss."""
+        self._takes_steps = True
+        if self._phase is None and self._request.micro_parts:
+            self._call = ModelCall(model, loss=loss, target=given[-1])
 
     def note_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the optimizers, all of which are known now."""
@@ -197,6 +242,7 @@ class StepProfiler:
         if loader.length is not None and loader.turn.index + 2 >= loader.length:
             loader.repeat_turn()
         now.optimizer = now.last_gradient = 0.0
+        now.exchanged, now.sent = self._meters.seconds, self._meters.nbytes
         self._arrivals.clear()
         now.ended = time.perf_counter()
 
@@ -212,14 +258,7 @@ class StepProfiler:
         self._now.batch = time.perf_counter()
         if wanted == whole:
             return batch
-        cut = tree_map(
-            lambda leaf: (
-                leaf[:wanted].clone()
-                if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == whole
-                else leaf
-            ),
-            batch,
-        )
+        cut = cut_rows(batch, wanted, whole)
         if not any(
             isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == wanted
             for leaf in tree_leaves(cut)
@@ -230,6 +269,14 @@ class StepProfiler:
             )
         self._now.batch = time.perf_counter()
         return cut
+
+    def _note_call(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        """Note what the model is called with, until its layers are measured."""
+        if self._phase is None and self._request.micro_parts:
+            call = self._call or ModelCall(model)
+            self._call = replace(call, model=model, args=args, kwargs=kwargs)
 
     def _note_forward(self, *_: Any) -> None:
         self._now.forward = time.perf_counter()
@@ -278,8 +325,26 @@ class StepProfiler:
         speed, attended = measure_products(device, "float32", length, PRODUCT_SECONDS)
         self._flops, self._attended = speed.flops, attended / torch.get_num_threads()
         self._copied = measure_copies(make_copy_pair(device), PRODUCT_SECONDS)
+        if self._call is not None and len(self._prepared.models) == 1:
+            self._measure_cuts(self._call)
+        self._call = None
         _meet_processes(request, "measured")
         self._phase = self._phases[0]
+
+    def _measure_cuts(self, call: ModelCall) -> None:
+        """Measure the layers, and find how they can be divided."""
+        # It imports torch's compiler, which scripts that only train do without.
+        from paceline.unequal.probe import layer_measuring as measuring
+
+        batch = self._global_batch
+        self._tensor_sizes = measuring.find_tensor_sizes(call.model)
+        graph = measuring.find_layer_graph(call.model)
+        if graph is None:
+            return
+        samples = [math.ceil(batch / part) for part in self._request.micro_parts]
+        self._layers = measuring.measure_micro_batches(graph, call, samples, batch)
+        if self._layers:
+            self._checkpointed = measuring.measure_checkpoints(call, self._layers)
 
     def _record_step(self, phase: _Phase, ended: float) -> None:
         now = self._now
@@ -298,6 +363,8 @@ class StepProfiler:
                 backward,
                 now.optimizer,
                 max(rest, 0.0),
+                exchange=self._meters.seconds - now.exchanged,
+                exchanged_bytes=self._meters.nbytes - now.sent,
             )
         )
         if phase is self._phases[0]:
@@ -306,9 +373,12 @@ class StepProfiler:
                 for key, moment in self._arrivals.items()
             }
         took = ended - phase.began
-        if len(phase.steps) >= MAX_STEPS or (
-            len(phase.steps) >= MIN_STEPS and took >= PHASE_SECONDS
-        ):
+        # Workers that divide layers have to take the same number of steps.
+        if self._request.tensor > 1:
+            done = len(phase.steps) >= TENSOR_STEPS
+        else:
+            done = len(phase.steps) >= MIN_STEPS and took >= PHASE_SECONDS
+        if done or len(phase.steps) >= MAX_STEPS:
             self._end_phase()
 
     def _end_phase(self) -> None:
@@ -327,7 +397,13 @@ class StepProfiler:
         measured = tuple(_summarize_phase(phase) for phase in reversed(self._phases))
         threads = torch.get_num_threads()
         condition = MeasuredCondition(
-            request.processes, threads, self._flops, self._copied, self._attended, measured
+            request.processes,
+            threads,
+            self._flops,
+            self._copied,
+            self._attended,
+            measured,
+            self._layers,
         )
         totals, parameters = self._describe_parameters()
         gradients = tuple(
@@ -345,6 +421,10 @@ class StepProfiler:
             self._base_bytes - totals[0],
             self._peak_bytes,
             (condition,),
+            self._takes_steps,
+            self._tensor_sizes,
+            (),
+            self._checkpointed,
         )
         request.result_file().write_text(format_profile(profile))
 
@@ -364,7 +444,7 @@ def _summarize_phase(phase: _Phase) -> StepTimes:
     """Take the medians of the parts, so that they add up to about the median of the steps."""
     seconds = [step.seconds for step in phase.steps]
     low, _, high = statistics.quantiles(seconds, n=4)
-    names = ("data", "forward", "backward", "optimizer", "other")
+    names = (*SECONDS, "exchanged_bytes")
     medians = {
         name: statistics.median(getattr(step, name) for step in phase.steps) for name in names
     }
@@ -399,18 +479,22 @@ def _meet_processes(request: ProfileRequest, moment: str) -> None:
         time.sleep(0.005)
 
 
-def make_profiler_observers(prepared: Prepared, request: str | None) -> LoopObservers:
+def make_profiler_observers(prepared: Prepared, place: Place, groups: AxisGroups) -> LoopObservers:
     """Make the observers of a run that is only measured; none for a run that trains.
 
     Args:
         prepared: What the script gives to `run.prepare`.
-        request: The file with the request. None: the run trains.
+        place: Place of this process among those that divide layers, with the file of the request.
+        groups: The groups of the run, which measure exchanges.
     """
-    if request is None:
+    if place.profile is None:
         return LoopObservers()
-    profiler = StepProfiler(prepared, Path(request))
+    request = ProfileRequest.read(Path(place.profile))
+    own = replace(request, index=request.index + place.rank)
+    profiler = StepProfiler(prepared, own, Meters(groups))
     return LoopObservers(
         lead_taken=(profiler.begin_training,),
+        model_stepped=(profiler.note_model_step,),
         first_step=(profiler.note_first_step,),
         step_ended=(profiler.end_step,),
     )

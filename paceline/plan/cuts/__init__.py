@@ -1,0 +1,1 @@
+"""Prices of cut models: pipelines, tensor cuts, and activations that are computed again."""
