@@ -29,6 +29,9 @@ Environ = Mapping[str, str]
 # Ports derived from a job's id lie below the ephemeral range of Linux (32768...).
 _FIRST_PORT, _PORT_COUNT = 20_000, 12_000
 _REQUIRED = -(2**63)  # a default that means: the variable has to be set
+GRACE_SECONDS = 30.0  # for a checkpoint to be written after SIGTERM
+# Variables that tell of a scheduler that takes machines away, and sends SIGTERM before.
+_PREEMPTING_VARIABLES = ("KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "RAY_JOB_ID")
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,12 @@ class Place:
     # seconds between two lines on the run's progress; infinite: none
     status_every: float | None = None
     breaks: bool = True  # whether the terminal breaks lines again when it becomes narrower
+    # Whether SIGTERM makes the run save a checkpoint before it ends, and the seconds for that.
+    saves_on_term: bool = False
+    grace_seconds: float = GRACE_SECONDS
+    # the pipe through which another part of this process asks for the same (Ray)
+    save_request_fd: int | None = None
+    resumes: bool = False  # go on from an earlier run's checkpoint (`paceline run --resume`)
     timings: Timings = DEFAULT_TIMINGS
 
 
@@ -457,8 +466,25 @@ def _add_user_settings(place: Place, environ: Environ) -> Place:
         deadline=None if deadline is None else parse_seconds(deadline, "PACELINE_DEADLINE"),
         hostname=socket.gethostname(),
         progress=environ.get("PACELINE_PROGRESS_PAGE") or None,
+        saves_on_term=saves_on_term(environ),
+        grace_seconds=parse_seconds(environ["PACELINE_GRACE_SECONDS"], "PACELINE_GRACE_SECONDS")
+        if environ.get("PACELINE_GRACE_SECONDS")
+        else GRACE_SECONDS,
+        save_request_fd=_read_integer(environ, "PACELINE_SAVE_REQUEST_FD", None),
+        resumes=environ.get("PACELINE_RESUME") == "1",
         timings=read_timings(environ),
     )
+
+
+def saves_on_term(environ: Environ) -> bool:
+    """Whether SIGTERM makes a run save a checkpoint.
+
+    By default it does under Kubernetes, Slurm and Ray. PACELINE_SAVE_ON_TERM is 0 or 1 to say it.
+    """
+    text = environ.get("PACELINE_SAVE_ON_TERM", "")
+    if text not in {"", "0", "1"}:
+        raise PlaceError(f"PACELINE_SAVE_ON_TERM={text} has to be 0 or 1")
+    return text == "1" or (not text and any(map(environ.get, _PREEMPTING_VARIABLES)))
 
 
 def _read_count(environ: Environ, name: str, things: str) -> int | None:

@@ -21,6 +21,7 @@ from functools import partial
 from paceline.cluster import machine
 from paceline.cluster.control import calls
 from paceline.cluster.discover import (
+    GRACE_SECONDS,
     copy_environment,
     parse_seconds,
     read_timings,
@@ -49,6 +50,7 @@ from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.supervisor import RunWatcher, Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.cluster.launcher.worker_commands import (
+    decide_saving,
     make_first_commands,
     make_joining_worker,
     make_shared_variables,
@@ -192,6 +194,7 @@ def _run_one_start(
             restarts=restarts,
             watcher=watcher,
             finished=_make_success_message(job),
+            saving_seconds=job.grace_seconds if decide_saving(job, surroundings) else 0.0,
             timings=resources.timings,
         )
         code = supervisor.run_workers(worker_commands, started=until_workers_start.close)
@@ -241,6 +244,7 @@ def _take_part_in_job(
             told=calls.make_verdict_sender(job.call),
             watcher=watcher,
             finished=_make_success_message(job),
+            saving_seconds=job.grace_seconds if decide_saving(job, surroundings) else 0.0,
             timings=resources.timings,
         )
         # The launcher closes its copies of what workers inherit as soon as all have started.
@@ -426,6 +430,9 @@ def _write_join_command(job: LaunchRequest) -> str:
     options["placement"] = None if job.placement == PLACEMENTS[0] else job.placement
     # With --min-workers each host has its own number of restarts, so it is left out.
     options["restarts"] = job.restarts if job.restarts and job.min_workers is None else None
+    options |= {"save_on_term": job.saves_on_term, "resume": job.resumes or None}
+    if job.grace_seconds != GRACE_SECONDS:
+        options["grace_seconds"] = job.grace_seconds
     return hints.write_command_line(job.script, job.args, options)
 
 

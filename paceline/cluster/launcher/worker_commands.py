@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.cluster import machine, network, secret
 from paceline.cluster.control import commands, progress
 from paceline.cluster.control.progress import ProgressPage
-from paceline.cluster.discover import CallPlace, read_job_start
+from paceline.cluster.discover import CallPlace, read_job_start, saves_on_term
 from paceline.cluster.hosts.peers import Offer
 from paceline.cluster.launcher import bar, hints
 from paceline.cluster.launcher.host_resources import HostResources
@@ -173,7 +173,18 @@ def make_shared_variables(
         # from the host's name.
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         variables.setdefault("NCCL_SOCKET_IFNAME", interface)
+    variables["PACELINE_SAVE_ON_TERM"] = str(int(decide_saving(job, environ)))
     return variables | _make_option_variables(job)
+
+
+def decide_saving(job: LaunchRequest, environ: Mapping[str, str]) -> bool:
+    """Decide whether SIGTERM has the run save a checkpoint: as requested, else by the environment.
+
+    The caller of `pl.launch` ends its workers by itself.
+    """
+    if job.saves_on_term is None:
+        return job.call is None and saves_on_term(environ)
+    return job.saves_on_term
 
 
 def _make_option_variables(job: LaunchRequest) -> dict[str, str]:
@@ -188,6 +199,8 @@ def _make_option_variables(job: LaunchRequest) -> dict[str, str]:
         "STRAGGLER": job.straggler,
         "REPORT_TO": job.report_to,
         "STATUS_EVERY": job.progress,
+        "GRACE_SECONDS": job.grace_seconds,
+        "RESUME": 1 if job.resumes else None,
         # Workers may change their folder, so they get the whole path.
         "CLUSTER": None if job.cluster is None else Path(job.cluster).absolute(),
         "PLAN": None if job.plan is None else Path(job.plan).absolute(),
