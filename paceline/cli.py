@@ -15,10 +15,11 @@ import paceline
 from paceline import options
 from paceline.bench import scaling_command
 from paceline.cluster import mesh as grid
-from paceline.cluster.discover import GRACE_SECONDS, copy_environment
+from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher import host_resources, launch, output
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.supervisor import RunWatcher
+from paceline.cluster.preemption import GRACE_SECONDS
 from paceline.commands import lab
 from paceline.commands.plan import PlanCommand
 from paceline.commands.plan import plan as plan_script

@@ -21,9 +21,10 @@ ALLOWED: dict[str, int] = {
     "paceline/bench/scaling_command.py:scaling": 90,
     "paceline/checkpoint/saving.py:_begin_checkpoint": 70,
     "paceline/checkpoint/saving.py:resume_newest": 60,
-    "paceline/cli.py": 450,
+    "paceline/cli.py": 465,
     "paceline/cli.py:generate": 65,  # a command: a line for each option
-    "paceline/cli.py:run": 75,  # a command: a line for each option
+    "paceline/cli.py:run": 85,  # a command: a line for each option
+    "paceline/cluster/discover.py": 405,
     "paceline/comm/native/control.py:connect_ranks": 55,
     "paceline/comm/native/default_group.py:__init__": 55,
     "paceline/commands/plan.py:plan": 85,
@@ -37,7 +38,8 @@ ALLOWED: dict[str, int] = {
     "paceline/plan/transformers/transformer_cost.py:price_layout": 55,
     "paceline/servers/process/shard.py:close_step": 55,
     "paceline/servers/tables/embedding.py:__init__": 60,
-    "paceline/session/assemble.py": 405,
+    "paceline/session/assemble.py": 430,
+    "paceline/session/assemble.py:_order_observers": 55,
     "paceline/session/start.py:start": 60,
 }
 
@@ -45,15 +47,15 @@ ALLOWED: dict[str, int] = {
 # Lines of code that each folder may have ("." are the files directly in `paceline/`), rounded up to
 # tens. A folder that grows says why in the commit; one that shrinks takes its figure along.
 BUDGET: dict[str, int] = {
-    ".": 1570,
+    ".": 1610,
     "apps": 1450,
     "bench": 770,
     "bridges": 30,
-    "checkpoint": 2500,
-    "cluster": 7280,
+    "checkpoint": 2510,
+    "cluster": 7450,
     "codec": 880,
     "comm": 9270,
-    "commands": 600,
+    "commands": 670,
     "data": 3210,
     "elastic": 2000,
     "lab": 2670,
@@ -67,7 +69,7 @@ BUDGET: dict[str, int] = {
     "record": 4710,
     "replicas": 740,
     "servers": 6760,
-    "session": 2410,
+    "session": 2530,
     "state": 870,
     "status": 260,
     "sync": 4000,

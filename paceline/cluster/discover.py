@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, overload
 
 from paceline.cluster import secret as secrets
+from paceline.cluster.preemption import GRACE_SECONDS, saves_on_term
 from paceline.cluster.slurm_lists import expand_nodelist, expand_task_counts
 from paceline.errors import PlaceError
 from paceline.status.live_bar import can_show_bar, reflows_lines
@@ -29,9 +30,6 @@ Environ = Mapping[str, str]
 # Ports derived from a job's id lie below the ephemeral range of Linux (32768...).
 _FIRST_PORT, _PORT_COUNT = 20_000, 12_000
 _REQUIRED = -(2**63)  # a default that means: the variable has to be set
-GRACE_SECONDS = 30.0  # for a checkpoint to be written after SIGTERM
-# Variables that tell of a scheduler that takes machines away, and sends SIGTERM before.
-_PREEMPTING_VARIABLES = ("KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "RAY_JOB_ID")
 
 
 @dataclass(frozen=True)
@@ -467,24 +465,13 @@ def _add_user_settings(place: Place, environ: Environ) -> Place:
         hostname=socket.gethostname(),
         progress=environ.get("PACELINE_PROGRESS_PAGE") or None,
         saves_on_term=saves_on_term(environ),
-        grace_seconds=parse_seconds(environ["PACELINE_GRACE_SECONDS"], "PACELINE_GRACE_SECONDS")
-        if environ.get("PACELINE_GRACE_SECONDS")
-        else GRACE_SECONDS,
+        grace_seconds=parse_seconds(
+            environ.get("PACELINE_GRACE_SECONDS") or str(GRACE_SECONDS), "PACELINE_GRACE_SECONDS"
+        ),
         save_request_fd=_read_integer(environ, "PACELINE_SAVE_REQUEST_FD", None),
         resumes=environ.get("PACELINE_RESUME") == "1",
         timings=read_timings(environ),
     )
-
-
-def saves_on_term(environ: Environ) -> bool:
-    """Whether SIGTERM makes a run save a checkpoint.
-
-    By default it does under Kubernetes, Slurm and Ray. PACELINE_SAVE_ON_TERM is 0 or 1 to say it.
-    """
-    text = environ.get("PACELINE_SAVE_ON_TERM", "")
-    if text not in {"", "0", "1"}:
-        raise PlaceError(f"PACELINE_SAVE_ON_TERM={text} has to be 0 or 1")
-    return text == "1" or (not text and any(map(environ.get, _PREEMPTING_VARIABLES)))
 
 
 def _read_count(environ: Environ, name: str, things: str) -> int | None:

@@ -319,7 +319,16 @@ class _RunAssembly:
     def connect_parts(self, total_steps: int | None) -> Run:
         """Connect the parts to the loop, and make the `Run` of them."""
         elastic = self._build_recovery() if self.elastic else None
-        saved_end = self._build_saved_end(elastic)
+        saved_end = SavedEnd(
+            self.view.worker.place,
+            self.loop,
+            self.prepared,
+            self.history,
+            save=self._save_now,
+            close=self.ending.close,
+            departure=None if elastic is None else elastic.departure,
+        )
+        self.ending.on_close(saved_end.stop_listening)
         collector = self._build_collector(elastic, saved_end)
         survival = None if elastic is None else self._build_survival(elastic, collector)
         plan = TotalSteps(total_steps, self.log.expect_steps)
@@ -363,7 +372,8 @@ class _RunAssembly:
     ) -> LoopObservers:
         """List the parts that the loop calls at each moment, in the same order on all workers."""
         log, observer, place = self.log, self.abilities.observer, self.view.worker.place
-        follower, memory, hints = self.follower, self.memory, self.hints
+        memory, hints = self.memory, self.hints
+        steppers = () if observer is None else (observer.note_optimizer_step,)
         goes_on = place.job_start is not None or place.resumes
         restart = (self.resumption.training_begins,) if goes_on else ()
         unlimited = place.most_steps is None and place.most_seconds is None
@@ -371,20 +381,21 @@ class _RunAssembly:
         # if only the layout of the model is wanted, write it before the first step, and exit
         describing = list_layout_writers(place.layout, self.prepared, self.axes)
 
-        def begin_comparing() -> None:
-            self.comparer.begin_training(self.loop.steps_made)
-
         return LoopObservers(
             training_begins=(
                 *describing,
                 *restart,
                 *(() if survival is None else (survival.begin_surviving,)),
-                begin_comparing,
+                self._begin_comparing,
                 self.worker_time.begin_training,
                 saved_end.begin_training,
             ),
             turn_failed=(self.worker_time.discard_turn,),
-            epoch_began=(collector.leave_lockstep, follower.epoch_began, self.progress.loop_began),
+            epoch_began=(
+                collector.leave_lockstep,
+                self.follower.epoch_began,
+                self.progress.loop_began,
+            ),
             lead_taken=(PolicyCheck(self.joined.straggler).check_leader, plan.add_leading_loader),
             first_step=(
                 *describing,
@@ -392,16 +403,13 @@ class _RunAssembly:
                 memory.predict_optimizer,
                 hints.hint_at_missing_gradients,
             ),
-            stepped=(
-                *(() if observer is None else (observer.note_optimizer_step,)),
-                saved_end.note_optimizer_step,
-            ),
+            stepped=(*steppers, saved_end.note_optimizer_step),
             doubled=(memory.measure_held,),
             committed=() if elastic is None else (elastic.body.buddies.copy_if_due,),
             step_ended=(
                 log.end_step,
                 self.comparer.step_ended,
-                follower.step_ended,
+                self.follower.step_ended,
                 *limit,
                 self.links.step_ended,
                 collector.step_ended,
@@ -410,6 +418,9 @@ class _RunAssembly:
             ghost_ended=(hints.hint_at_ghost_metrics,),
             went_back=(log.fold_later_steps,),
         )
+
+    def _begin_comparing(self) -> None:
+        self.comparer.begin_training(self.loop.steps_made)
 
     def _build_recovery(self) -> _ElasticParts:
         """Build the parts that continue the run when workers are lost."""
@@ -444,28 +455,10 @@ class _RunAssembly:
         recovery = Recovery(worker, context.agreement, body, orders, members)
         return _ElasticParts(body, recovery, leaving)
 
-    def _build_saved_end(self, elastic: _ElasticParts | None) -> SavedEnd:
-        saved_end = SavedEnd(
-            self.view.worker.place,
-            self.loop,
-            self.history,
-            self.context.announce,
-            save=self._save_now,
-            close=self.ending.close,
-            departure=None if elastic is None else elastic.departure,
-        )
-        self.ending.on_close(saved_end.stop_listening)
-        return saved_end
-
     def _save_now(self) -> Path:
         """Write a checkpoint after a step. Collective."""
-        request = SaveRequest(
-            self.folder.checkpoints,
-            self.loop.steps_made,
-            keep=self.saving.latest_keep,
-            background=False,
-        )
-        return self.saving.save(request)
+        folder, steps, keep = self.folder.checkpoints, self.loop.steps_made, self.saving.latest_keep
+        return self.saving.save(SaveRequest(folder, steps, keep, background=False))
 
     def _build_collector(self, elastic: _ElasticParts | None, saved_end: SavedEnd) -> LogCollector:
         eviction = None

@@ -20,6 +20,7 @@ from paceline.cluster.control.term_request import EXIT_CODE, TermRequest
 from paceline.cluster.discover import Place
 from paceline.elastic.departure import Departure
 from paceline.loop.turns import TrainingLoop
+from paceline.prepare.registry import Prepared
 from paceline.record.history import RunHistory
 
 # What a worker says at a meeting: it was asked to end; and a checkpoint has all of its work.
@@ -32,8 +33,8 @@ class SavedEnd:
     Args:
         place: Place of this worker.
         loop: The training loop.
+        prepared: The optimizers of the run.
         history: Records what happens.
-        announce: Shows a message to the user.
         save: Writes a checkpoint. Collective.
         close: Closes the run. Collective.
         departure: This worker's part in the departure of its host, if the job survives losses.
@@ -44,14 +45,15 @@ class SavedEnd:
         self,
         place: Place,
         loop: TrainingLoop,
+        prepared: Prepared,
         history: RunHistory,
-        announce: Callable[[str], None],
         *,
         save: Callable[[], Path],
         close: Callable[[], None],
         departure: Departure | None,
     ) -> None:
-        self._place, self._loop, self._history, self._announce = place, loop, history, announce
+        self._place, self._loop, self._prepared, self._history = place, loop, prepared, history
+        self._announce = prepared.context.announce
         self._save, self._close, self._departure = save, close, departure
         self.request = TermRequest(
             place, (lambda: None) if departure is None else departure.ask_to_leave
@@ -96,8 +98,11 @@ class SavedEnd:
 
         A checkpoint lacks gradients that wait for a later step of the optimizer.
         """
-        is_whole = self._stepped_at in (None, self._loop.steps_made)
-        return self.is_asked, is_whole and not self._loop.backward.owing
+        remote = self._loop.abilities.remote
+        # Optimizers may step on servers, or outside of paceline.
+        steps_here = self._prepared.optimizers and not (remote is not None and remote.attached)
+        has_stepped = self._stepped_at == self._loop.steps_made or not steps_here
+        return self.is_asked, has_stepped and not self._loop.backward.owing
 
     def hear_wishes(self, wishes: Sequence[Wish]) -> bool:
         """Save and end, if the workers want to and can. Collective if they do.

@@ -49,6 +49,8 @@ class TermRequest:
             self.is_foreign, handles = True, False
         if self.is_listening or not (handles or self._request_fd is not None):
             return self.is_listening
+        if self._request_fd is not None:
+            self.is_asked = bool(select.select([self._request_fd], [], [], 0)[0])
         wake_fd, self._waker_fd = os.pipe()
         os.set_blocking(self._waker_fd, False)
         self.is_listening = True

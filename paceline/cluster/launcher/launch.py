@@ -21,7 +21,6 @@ from functools import partial
 from paceline.cluster import machine
 from paceline.cluster.control import calls
 from paceline.cluster.discover import (
-    GRACE_SECONDS,
     copy_environment,
     parse_seconds,
     read_timings,
@@ -55,6 +54,7 @@ from paceline.cluster.launcher.worker_commands import (
     make_joining_worker,
     make_shared_variables,
 )
+from paceline.cluster.preemption import GRACE_SECONDS
 from paceline.errors import PacelineError
 from paceline.formatting import format_count
 from paceline.timings import Timings

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Final, Literal, get_args
 
 from paceline.cluster import mesh, network, topology_file
-from paceline.cluster.discover import GRACE_SECONDS
 from paceline.cluster.launcher import hints
+from paceline.cluster.preemption import GRACE_SECONDS
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
 from paceline.formatting import format_choices
@@ -64,7 +64,7 @@ class LaunchRequest:
         cluster: File of a measured cluster.
         plan: File of the plan that the run follows.
         saves_on_term: Whether SIGTERM has the run save a checkpoint before it ends. None: as the
-            environment says (see `discover.saves_on_term`).
+            environment says (see `preemption.saves_on_term`).
         grace_seconds: Seconds for that. Default: 30.
         resumes: Whether the run goes on from the newest checkpoint of an earlier run of its name.
         progress: Seconds between two lines of progress if there is no bar. With `QUIET` the

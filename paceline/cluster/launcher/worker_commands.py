@@ -11,13 +11,14 @@ from pathlib import Path
 from paceline.cluster import machine, network, secret
 from paceline.cluster.control import commands, progress
 from paceline.cluster.control.progress import ProgressPage
-from paceline.cluster.discover import CallPlace, read_job_start, saves_on_term
+from paceline.cluster.discover import CallPlace, read_job_start
 from paceline.cluster.hosts.peers import Offer
 from paceline.cluster.launcher import bar, hints
 from paceline.cluster.launcher.host_resources import HostResources
 from paceline.cluster.launcher.output import print_message
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.worker import WorkerCommand
+from paceline.cluster.preemption import saves_on_term
 
 # Beginnings of the variables that belong to another launcher, or that are made anew for each worker
 _NOT_INHERITED_PREFIXES = (
