@@ -50,7 +50,7 @@ BUDGET: dict[str, int] = {
     ".": 1610,
     "apps": 1450,
     "bench": 770,
-    "bridges": 30,
+    "bridges": 180,
     "checkpoint": 2510,
     "cluster": 7450,
     "codec": 880,

@@ -106,20 +106,29 @@ class OtherJob:
         ray.get(self._coordinator.request_resources.remote(**request))
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
     """Ray with three processors."""
     import ray
 
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    ray.init(
-        num_cpus=3,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-    )
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        for attempt in range(5):
+            try:
+                ray.init(
+                    num_cpus=3,
+                    include_dashboard=False,
+                    object_store_memory=80 << 20,
+                    log_to_driver=False,
+                )
+                break
+            # Ray gives its own processes 30 s to start, which is too little on a busy machine.
+            except Exception as error:
+                ray.shutdown()
+                if attempt == 4 or "timed out during startup" not in str(error):
+                    raise
+        yield
+        ray.shutdown()
 
 
 def fit(out: Path, workers: tuple[int, int] | int, failures: int = 0, **options: Any) -> Any:

@@ -63,11 +63,10 @@ def set_up_worker(shared_variables: Mapping[str, str], hosts: int) -> None:
 
 def find_storage_folder() -> str:
     """Find the folder of runs in the trial's storage, which all nodes have to see."""
-    import pyarrow.fs
     import ray.train
 
     storage = ray.train.get_context().get_storage()
-    if not isinstance(storage.storage_filesystem, pyarrow.fs.LocalFileSystem):
+    if storage.storage_filesystem.type_name != "local":
         raise UsageError(
             f"the storage of this trial is {storage.storage_fs_path} on a "
             f"{storage.storage_filesystem.type_name} file system, and paceline writes checkpoints "
