@@ -110,9 +110,9 @@ def test_no_sample_is_lost_or_repeated(job: Jobs, alone: Callable[..., Outcome])
 def test_one_host_or_all_are_asked(
     job: Jobs, alone: Callable[..., Outcome], asked: tuple[int, ...]
 ) -> None:
-    """All hosts save at the same step, whichever was asked."""
+    """All hosts save at the same step, whichever was asked, and don't start again."""
     point = f"127.0.0.1:{free_port()}"
-    options = (*SAVES, "--hosts", "2", "--join", point)
+    options = (*SAVES, "--hosts", "2", "--join", point, "--restarts", "1")
     secret = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
     hosts = [start(job, *options, "--host-rank", str(host), **secret) for host in range(2)]
     wait_until_held(job, 4)

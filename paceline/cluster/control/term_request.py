@@ -7,6 +7,7 @@ Ray     -> `Place.save_request_fd` --------+   after SIGTERM it ends the process
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -72,7 +73,10 @@ class TermRequest:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and signal.getsignal(signal.SIGTERM) == self._handle_signal:
             signal.signal(signal.SIGTERM, signal.SIG_IGN if self.is_asked else signal.SIG_DFL)
-        os.write(self._waker_fd, _STOP)
+        # The thread has ended if Ray has asked.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._waker_fd, _STOP)
+        os.close(self._waker_fd)
 
     def _handle_signal(self, signum: int, frame: object) -> None:
         if os.getpid() != self._process:
@@ -90,6 +94,7 @@ class TermRequest:
             poll.register(descriptor, select.POLLIN)
         ready = {descriptor for descriptor, _ in poll.poll()}
         word = os.read(wake_fd, 1) if wake_fd in ready else b""
+        os.close(wake_fd)
         if word == _STOP:
             return
         self.is_asked = True
