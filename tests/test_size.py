@@ -52,7 +52,7 @@ BUDGET: dict[str, int] = {
     "bench": 770,
     "bridges": 180,
     "checkpoint": 2510,
-    "cluster": 7450,
+    "cluster": 7460,
     "codec": 880,
     "comm": 9270,
     "commands": 670,
