@@ -19,7 +19,6 @@ from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher import host_resources, launch, output
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.supervisor import RunWatcher
-from paceline.cluster.preemption import GRACE_SECONDS
 from paceline.commands import lab
 from paceline.commands.plan import PlanCommand
 from paceline.commands.plan import plan as plan_script
@@ -28,6 +27,7 @@ from paceline.commands.watch import make_watched_job, watch_run
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import format_bytes
 from paceline.notebook import proof
+from paceline.timings import DEFAULT_TIMINGS
 
 # Commands in the order in which a user needs them: try it, train, look at the run, try a cluster,
 # take the model away.
@@ -126,7 +126,7 @@ def run(
     patience: options.Patience = 600.0,
     resume: options.Resume = False,
     save_on_term: options.SaveOnTerm = None,
-    grace_seconds: options.GraceSeconds = GRACE_SECONDS,
+    grace_seconds: options.GraceSeconds = DEFAULT_TIMINGS.saving.grace,
     servers: options.Servers = None,
     straggler: options.Straggler = None,
     cluster: options.ClusterFile = None,

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from paceline.errors import PlaceError
 
-GRACE_SECONDS = 30.0  # for a checkpoint to be written after SIGTERM
 # Variables of schedulers that send SIGTERM before they take a machine away.
 _PREEMPTING_VARIABLES = ("KUBERNETES_SERVICE_HOST", "SLURM_JOB_ID", "RAY_JOB_ID")
 

@@ -19,13 +19,12 @@ from ray.train._internal.worker_group import WorkerGroup as FormerWorkerGroup
 from ray.train.backend import Backend, BackendConfig
 
 from paceline.bridges.ray import worker
-from paceline.cluster.preemption import GRACE_SECONDS
 from paceline.errors import UsageError
 from paceline.formatting import format_as_call
 from paceline.notation import parse_strategy
+from paceline.timings import DEFAULT_TIMINGS
 
-_ANSWER_SECONDS = 60.0  # for workers to answer when a group starts
-_MARGIN_SECONDS = 5.0  # for answers to arrive after the grace period
+_TIMINGS = DEFAULT_TIMINGS.saving
 _logger = logging.getLogger(__name__)
 
 
@@ -55,7 +54,7 @@ class PacelineConfig(BackendConfig):
     shares: str | None = None
     straggler: str | None = None
     report_to: str | None = None
-    grace_seconds: float = GRACE_SECONDS
+    grace_seconds: float = _TIMINGS.grace
     backend: str | None = None
 
     def __post_init__(self) -> None:
@@ -107,15 +106,15 @@ class PacelineBackend(Backend):
         }
         ray.get(
             worker_group.execute_async(worker.set_up_worker, shared_variables, hosts),
-            timeout=_ANSWER_SECONDS,
+            timeout=_TIMINGS.start,
         )
 
     def on_shutdown(self, worker_group: Any, backend_config: PacelineConfig) -> None:
         """Have the run save a checkpoint, unless it has ended."""
         seconds = backend_config.grace_seconds
-        answers = worker_group.execute_async(worker.save_and_end, seconds)
+        answers = worker_group.execute_async(worker.save_and_end, seconds, _TIMINGS.look)
         try:
-            ended = ray.get(answers, timeout=seconds + _MARGIN_SECONDS)
+            ended = ray.get(answers, timeout=seconds + _TIMINGS.margin)
         except GetTimeoutError:
             ended = [False]
         except RayError:

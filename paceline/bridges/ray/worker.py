@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from paceline.cluster import network
 from paceline.errors import UsageError
 
-_LOOK_SECONDS = 0.05  # between two checks whether train_func has ended
-
 
 def find_meeting_point() -> tuple[str, int]:
     """Find an address of this worker that the others reach, and a free port there."""
@@ -75,10 +73,14 @@ def find_storage_folder() -> str:
     return os.path.join(storage.experiment_fs_path, "paceline")
 
 
-def save_and_end(seconds: float) -> bool:
+def save_and_end(seconds: float, look: float) -> bool:
     """Have the run save a checkpoint, and wait until train_func has ended.
 
     Reports to Ray that nobody will read any more are dropped, as train_func would wait for them.
+
+    Args:
+        seconds: How long to wait.
+        look: Seconds between two checks.
 
     Returns:
         Whether it has ended within `seconds`.
@@ -93,5 +95,5 @@ def save_and_end(seconds: float) -> bool:
         while not execution.result_queue.empty():
             execution.result_queue.get_nowait()
             execution.result_queue.task_done()
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(look)
     return not execution.training_thread_runner.is_running()

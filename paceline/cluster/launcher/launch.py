@@ -54,10 +54,9 @@ from paceline.cluster.launcher.worker_commands import (
     make_joining_worker,
     make_shared_variables,
 )
-from paceline.cluster.preemption import GRACE_SECONDS
 from paceline.errors import PacelineError
 from paceline.formatting import format_count
-from paceline.timings import Timings
+from paceline.timings import DEFAULT_TIMINGS, Timings
 
 # A host that joins later has no ranks yet. Until then it calls its workers
 # `host * _LATER_RANK_STEP + local rank`.
@@ -431,7 +430,7 @@ def _write_join_command(job: LaunchRequest) -> str:
     # With --min-workers each host has its own number of restarts, so it is left out.
     options["restarts"] = job.restarts if job.restarts and job.min_workers is None else None
     options |= {"save_on_term": job.saves_on_term, "resume": job.resumes or None}
-    if job.grace_seconds != GRACE_SECONDS:
+    if job.grace_seconds != DEFAULT_TIMINGS.saving.grace:
         options["grace_seconds"] = job.grace_seconds
     return hints.write_command_line(job.script, job.args, options)
 

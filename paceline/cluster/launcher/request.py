@@ -12,10 +12,10 @@ from typing import Final, Literal, get_args
 
 from paceline.cluster import mesh, network, topology_file
 from paceline.cluster.launcher import hints
-from paceline.cluster.preemption import GRACE_SECONDS
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
 from paceline.formatting import format_choices
+from paceline.timings import DEFAULT_TIMINGS
 
 Placement = Literal["block", "round-robin"]
 Straggler = Literal["warn", "rebalance", "drop", "evict"]
@@ -100,7 +100,7 @@ class LaunchRequest:
     cluster: str | Path | None = None
     plan: str | Path | None = None
     saves_on_term: bool | None = None
-    grace_seconds: float = GRACE_SECONDS
+    grace_seconds: float = DEFAULT_TIMINGS.saving.grace
     resumes: bool = False
     progress: float | None = None
     bare: bool = False
