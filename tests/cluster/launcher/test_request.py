@@ -4,6 +4,8 @@ hosts.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paceline.cluster import topology_file
