@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 import paceline
 from paceline import options
 from paceline.bench import scaling_command
-from paceline.cluster import mesh as shape
+from paceline.cluster import mesh as grid
 from paceline.cluster.discover import copy_environment
 from paceline.cluster.launcher import host_resources, launch, output
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
@@ -22,10 +22,12 @@ from paceline.cluster.launcher.supervisor import RunWatcher
 from paceline.commands import lab
 from paceline.commands.plan import PlanCommand
 from paceline.commands.plan import plan as plan_script
+from paceline.commands.trainer_variables import choose_job_shape
 from paceline.commands.watch import make_watched_job, watch_run
 from paceline.errors import PacelineError, UsageError
 from paceline.formatting import format_bytes
 from paceline.notebook import proof
+from paceline.timings import DEFAULT_TIMINGS
 
 # Commands in the order in which a user needs them: try it, train, look at the run, try a cluster,
 # take the model away.
@@ -102,10 +104,12 @@ def run(
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", "-n", help="Workers on this host. Default: those of --plan, or 1."
+            "--workers",
+            "-n",
+            help="Workers on this host. Default: those of --plan, PET_NPROC_PER_NODE, or 1.",
         ),
     ] = None,
-    hosts: options.Hosts = 1,
+    hosts: options.JobHosts = None,
     join: options.Join = None,
     host_rank: options.HostRank = None,
     secret_file: options.SecretFile = None,
@@ -120,6 +124,9 @@ def run(
     min_workers: options.MinWorkers = None,
     restarts: options.Restarts = 0,
     patience: options.Patience = 600.0,
+    resume: options.Resume = False,
+    save_on_term: options.SaveOnTerm = None,
+    grace_seconds: options.GraceSeconds = DEFAULT_TIMINGS.saving.grace,
     servers: options.Servers = None,
     straggler: options.Straggler = None,
     cluster: options.ClusterFile = None,
@@ -131,13 +138,15 @@ def run(
     quiet: options.Quiet = False,
 ) -> None:
     """Start the workers of this host, and watch them to the end."""
+    shape = choose_job_shape(
+        *(workers, hosts, host_rank, join),
+        survives=min_workers is not None,
+        environ=copy_environment(),
+    )
     request = LaunchRequest(
         script=str(script),
         args=tuple(args or ()),
-        workers=1 if workers is None else workers,
-        hosts=hosts,
-        join=join,
-        host_rank=host_rank,
+        **shape._asdict(),
         secret_file=secret_file,
         threads=threads,
         sync=sync,
@@ -149,6 +158,9 @@ def run(
         min_workers=min_workers,
         restarts=restarts,
         patience=patience,
+        resumes=resume,
+        saves_on_term=save_on_term,
+        grace_seconds=grace_seconds,
         servers=servers,
         straggler=straggler,
         cluster=cluster,
@@ -167,7 +179,7 @@ def run(
     with make_watched_job(
         watch,
         host_resources.get_shared_secret(request, copy_environment()),
-        elsewhere=hosts > 1 or join is not None,
+        elsewhere=request.hosts > 1 or request.join is not None,
     ) as watcher:
         code = _run_job(request, env, watcher)
     raise typer.Exit(code)
@@ -316,9 +328,9 @@ def generate(
 
     # Without --workers, as many as the mesh has.
     job_size = (
-        workers if workers is not None else 1 if mesh is None else shape.count_mesh_workers(mesh)
+        workers if workers is not None else 1 if mesh is None else grid.count_mesh_workers(mesh)
     )
-    if mesh is not None and shape.parse_mesh(mesh).get("data", 1) != 1:
+    if mesh is not None and grid.parse_mesh(mesh).get("data", 1) != 1:
         raise UsageError(
             f"--mesh {mesh!r} has replicas, which would all write the same text; leave out `data`"
         )

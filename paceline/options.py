@@ -117,6 +117,31 @@ Quiet = Annotated[
 Hosts = Annotated[
     int, typer.Option(help="Number of hosts in the job. Run the same command on each.")
 ]
+JobHosts = Annotated[
+    int | None,
+    typer.Option(
+        "--hosts",
+        help="Number of hosts in the job. Run the same command on each. Default: PET_NNODES, or 1.",
+    ),
+]
+SaveOnTerm = Annotated[
+    bool | None,
+    typer.Option(
+        "--save-on-term/--no-save-on-term",
+        help="Save a checkpoint at SIGTERM, before the run ends. Default: under Kubernetes, Slurm "
+        "and Ray.",
+    ),
+]
+GraceSeconds = Annotated[
+    float, typer.Option(help="Seconds that a run has to save a checkpoint after SIGTERM.")
+]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume",
+        help="Go on from the newest checkpoint of the earlier runs with this --name, if any.",
+    ),
+]
 Join = Annotated[
     str | None,
     typer.Option(

@@ -196,6 +196,16 @@ class CallTimings:
 
 
 @dataclass(frozen=True)
+class SavingTimings:
+    """Timings of a run that saves a checkpoint as it is asked to end."""
+
+    grace: float = 30.0  # for the checkpoint, if the user gives no time for it
+    start: float = 60.0  # for the workers of Ray to answer when their group starts
+    look: float = 0.05  # between two checks whether a worker of Ray has ended
+    margin: float = 5.0  # for the workers of Ray to answer after the checkpoint
+
+
+@dataclass(frozen=True)
 class TrackerTimings:
     """Timings of the first worker that reports a run to trackers."""
 
@@ -221,6 +231,7 @@ class Timings:
     servers: ServerTimings = field(default_factory=ServerTimings)
     probe: ProbeTimings = field(default_factory=ProbeTimings)
     call: CallTimings = field(default_factory=CallTimings)
+    saving: SavingTimings = field(default_factory=SavingTimings)
     trackers: TrackerTimings = field(default_factory=TrackerTimings)
 
 

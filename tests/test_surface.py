@@ -88,7 +88,8 @@ RUN = (  # of a Run
 COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface "
     "--sync --mesh --cut --shares --name"
-    " --placement --min-workers --restarts --patience --servers --straggler --cluster --plan "
+    " --placement --min-workers --restarts --patience --resume --save-on-term --grace-seconds "
+    "--servers --straggler --cluster --plan "
     "--report-to --backend --watch --progress --quiet",
     "plan": "subject args --workers --cluster --allow --sync --memory --what-if --out --profile "
     "--trace --budget --json",

@@ -32,6 +32,7 @@ class RunResumption:
         records: The log and the history of the run.
         folder: The folder of the run.
         start: This start of the job. None if the job is never restarted.
+        resumes: Whether the run goes on from an earlier run (`paceline run --resume`).
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RunResumption:
         records: RunRecords,
         folder: RunFolder,
         start: JobStart | None,
+        resumes: bool = False,
     ) -> None:
         self._saver, self._everyone, self._announce = saving, everyone, announce
         self._loop, self._records, self._folder = loop, records, folder
@@ -51,6 +53,7 @@ class RunResumption:
             start is not None,
             start is not None and start.folder is not None,
         )
+        self._is_resume_requested = resumes
         self._has_resumed = False  # the run has looked for a checkpoint
         self._has_trained = False  # a training loop has begun
         self._has_warned = False  # of an epoch without a checkpoint
@@ -67,11 +70,15 @@ class RunResumption:
         )
 
     def resume_after_restart(self) -> None:
-        """Load the run's own checkpoint if the job was restarted. Collective.
+        """Load a checkpoint if the job was restarted, or with `--resume`. Collective.
 
-        Nothing happens if the script has called `run.resume`.
+        After a restart it is the run's own. Nothing happens if the script has called `run.resume`.
         """
-        if self._has_restarted and not self._has_resumed:
+        if self._has_resumed:
+            return
+        if self._is_resume_requested:
+            self.resume_newest(None)
+        elif self._has_restarted:
             self._resume_from([self._folder.path], named=True)
 
     def training_begins(self) -> None:
@@ -82,6 +89,11 @@ class RunResumption:
         if self._has_trained:
             return
         self._has_trained = True
+        if self._is_resume_requested and not self._has_resumed:
+            self._announce(
+                "--resume has no effect, as the script doesn't loop over run.epochs(n): call "
+                "run.resume() after run.prepare"
+            )
         if not self._has_restarted:
             return
         if not self._has_resumed and catalogue.list_newest(self._folder.checkpoints):

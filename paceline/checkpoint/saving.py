@@ -48,6 +48,7 @@ from paceline.sync.context import SyncContext
 # The first worker gives up this number of seconds before the deadline of the other workers. So the
 # error that users see is its own, which says what it waited for.
 WRITER_MARGIN = 10.0
+DEFAULT_KEEP = 3
 
 
 def compute_write_timeout(deadline: float) -> float:
@@ -132,6 +133,7 @@ class CheckpointSaver:
         self._background_error: CheckpointError | None = None
         self._promised_path: Path | None = None
         self._tally = SaveTally()
+        self.latest_keep = DEFAULT_KEEP  # newest checkpoints that stay, as last requested
         self._warned_optimizers = set[str]()
         self._best_checkpoint = best.BestCheckpoint(context.announce)
 
@@ -147,6 +149,7 @@ class CheckpointSaver:
         """Write a checkpoint, or begin one in the background. Collective."""
         began = time.perf_counter()
         checkpoint.check_save_options(order.step, order.keep)
+        self.latest_keep = order.keep
         for text in describe_missing_schedulers(self._state.parts, self._warned_optimizers):
             self._context.announce(text)
         in_background = order.background

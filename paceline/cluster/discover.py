@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple, overload
 
 from paceline.cluster import secret as secrets
+from paceline.cluster.preemption import saves_on_term
 from paceline.cluster.slurm_lists import expand_nodelist, expand_task_counts
 from paceline.errors import PlaceError
 from paceline.status.live_bar import can_show_bar, reflows_lines
@@ -135,6 +136,12 @@ class Place:
     # seconds between two lines on the run's progress; infinite: none
     status_every: float | None = None
     breaks: bool = True  # whether the terminal breaks lines again when it becomes narrower
+    # Whether SIGTERM makes the run save a checkpoint before it ends, and the seconds for that.
+    saves_on_term: bool = False
+    grace_seconds: float = DEFAULT_TIMINGS.saving.grace
+    # the pipe through which another part of this process asks for the same (Ray)
+    save_request_fd: int | None = None
+    resumes: bool = False  # go on from an earlier run's checkpoint (`paceline run --resume`)
     timings: Timings = DEFAULT_TIMINGS
 
 
@@ -457,6 +464,13 @@ def _add_user_settings(place: Place, environ: Environ) -> Place:
         deadline=None if deadline is None else parse_seconds(deadline, "PACELINE_DEADLINE"),
         hostname=socket.gethostname(),
         progress=environ.get("PACELINE_PROGRESS_PAGE") or None,
+        saves_on_term=saves_on_term(environ),
+        grace_seconds=parse_seconds(
+            environ.get("PACELINE_GRACE_SECONDS") or str(place.grace_seconds),
+            "PACELINE_GRACE_SECONDS",
+        ),
+        save_request_fd=_read_integer(environ, "PACELINE_SAVE_REQUEST_FD", None),
+        resumes=environ.get("PACELINE_RESUME") == "1",
         timings=read_timings(environ),
     )
 

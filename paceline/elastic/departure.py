@@ -34,6 +34,8 @@ class Departure:
         context: Groups and settings of the strategy.
         home: Name of this worker's launcher.
         keepers: Returns the objects that look after servers.
+        agreed: Whether this worker leaves only after all have heard of it, so that the last ones
+            can save a checkpoint. Default: False.
     """
 
     def __init__(
@@ -45,9 +47,11 @@ class Departure:
         *,
         home: str,
         keepers: Callable[[], list[ServerReplication]],
+        agreed: bool = False,
     ) -> None:
         self._worker, self._members, self._orders = worker, members, orders
         self._context, self._launcher, self._get_server_keepers = context, home, keepers
+        self._is_agreed = agreed
         self._leaving_workers: set[int] = (
             set()
         )  # workers of leaving hosts, as far as all workers know
@@ -57,7 +61,16 @@ class Departure:
     @property
     def has_to_leave(self) -> bool:
         """Whether this worker has to leave now."""
-        return self._may_leave or (self._orders.asked_to_leave and not self._get_server_keepers())
+        asked = self._orders.asked_to_leave
+        if self._is_agreed:
+            # If all leave, they end the run together.
+            everyone_leaves = self._leaving_workers.issuperset(self._members)
+            asked = asked and self._worker in self._leaving_workers and not everyone_leaves
+        return self._may_leave or (asked and not self._get_server_keepers())
+
+    def ask_to_leave(self) -> None:
+        """Ask this worker to leave, as its launcher can."""
+        self._orders.ask_to_leave()
 
     def release_worker(self) -> None:
         """Let this worker leave between two turns, although its host stays."""

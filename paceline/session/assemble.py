@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from paceline.checkpoint.layout import StateLayout
@@ -60,6 +61,7 @@ from paceline.session.collector import LogCollector
 from paceline.session.ending import RunConclusion, RunEnding
 from paceline.session.run import Run
 from paceline.session.run_parts import RunParts
+from paceline.session.saved_end import SavedEnd
 from paceline.state.versioned import GeneratorStates, WorkerGenerator
 from paceline.sync.base import Strategy
 from paceline.sync.context import SyncContext
@@ -248,6 +250,7 @@ class _RunAssembly:
             records=self.records,
             folder=self.folder,
             start=place.job_start,
+            resumes=place.resumes,
         )
 
     def _build_followers(self) -> None:
@@ -316,10 +319,20 @@ class _RunAssembly:
     def connect_parts(self, total_steps: int | None) -> Run:
         """Connect the parts to the loop, and make the `Run` of them."""
         elastic = self._build_recovery() if self.elastic else None
-        collector = self._build_collector(elastic)
+        saved_end = SavedEnd(
+            self.view.worker.place,
+            self.loop,
+            self.prepared,
+            self.history,
+            save=self._save_now,
+            close=self.ending.close,
+            departure=None if elastic is None else elastic.departure,
+        )
+        self.ending.on_close(saved_end.stop_listening)
+        collector = self._build_collector(elastic, saved_end)
         survival = None if elastic is None else self._build_survival(elastic, collector)
         plan = TotalSteps(total_steps, self.log.expect_steps)
-        observers = self._order_observers(plan, collector, survival, elastic)
+        observers = self._order_observers(plan, collector, saved_end, survival, elastic)
         # For `paceline plan` steps are only measured.
         measuring = make_profiler_observers(self.prepared, self.view.worker.place, self.axes.groups)
         self.loop.observe(observers.preceded_by(measuring))
@@ -353,31 +366,36 @@ class _RunAssembly:
         self,
         plan: TotalSteps,
         collector: LogCollector,
+        saved_end: SavedEnd,
         survival: Survival | None,
         elastic: _ElasticParts | None,
     ) -> LoopObservers:
         """List the parts that the loop calls at each moment, in the same order on all workers."""
         log, observer, place = self.log, self.abilities.observer, self.view.worker.place
-        follower, memory, hints = self.follower, self.memory, self.hints
-        restart = () if place.job_start is None else (self.resumption.training_begins,)
+        memory, hints = self.memory, self.hints
+        steppers = () if observer is None else (observer.note_optimizer_step,)
+        goes_on = place.job_start is not None or place.resumes
+        restart = (self.resumption.training_begins,) if goes_on else ()
         unlimited = place.most_steps is None and place.most_seconds is None
         limit = () if unlimited else (RunLimit(place, collector.request_stop).step_ended,)
         # if only the layout of the model is wanted, write it before the first step, and exit
         describing = list_layout_writers(place.layout, self.prepared, self.axes)
-
-        def begin_comparing() -> None:
-            self.comparer.begin_training(self.loop.steps_made)
 
         return LoopObservers(
             training_begins=(
                 *describing,
                 *restart,
                 *(() if survival is None else (survival.begin_surviving,)),
-                begin_comparing,
+                self._begin_comparing,
                 self.worker_time.begin_training,
+                saved_end.begin_training,
             ),
             turn_failed=(self.worker_time.discard_turn,),
-            epoch_began=(collector.leave_lockstep, follower.epoch_began, self.progress.loop_began),
+            epoch_began=(
+                collector.leave_lockstep,
+                self.follower.epoch_began,
+                self.progress.loop_began,
+            ),
             lead_taken=(PolicyCheck(self.joined.straggler).check_leader, plan.add_leading_loader),
             first_step=(
                 *describing,
@@ -385,13 +403,13 @@ class _RunAssembly:
                 memory.predict_optimizer,
                 hints.hint_at_missing_gradients,
             ),
-            stepped=() if observer is None else (observer.note_optimizer_step,),
+            stepped=(*steppers, saved_end.note_optimizer_step),
             doubled=(memory.measure_held,),
             committed=() if elastic is None else (elastic.body.buddies.copy_if_due,),
             step_ended=(
                 log.end_step,
                 self.comparer.step_ended,
-                follower.step_ended,
+                self.follower.step_ended,
                 *limit,
                 self.links.step_ended,
                 collector.step_ended,
@@ -400,6 +418,9 @@ class _RunAssembly:
             ghost_ended=(hints.hint_at_ghost_metrics,),
             went_back=(log.fold_later_steps,),
         )
+
+    def _begin_comparing(self) -> None:
+        self.comparer.begin_training(self.loop.steps_made)
 
     def _build_recovery(self) -> _ElasticParts:
         """Build the parts that continue the run when workers are lost."""
@@ -417,6 +438,7 @@ class _RunAssembly:
             context,
             home=worker.launcher_name,
             keepers=lambda: find_server_keepers(own, prepared),
+            agreed=place.saves_on_term and self.abilities.sample_queue is None,
         )
         body = ElasticRun(
             context,
@@ -433,7 +455,12 @@ class _RunAssembly:
         recovery = Recovery(worker, context.agreement, body, orders, members)
         return _ElasticParts(body, recovery, leaving)
 
-    def _build_collector(self, elastic: _ElasticParts | None) -> LogCollector:
+    def _save_now(self) -> Path:
+        """Write a checkpoint after a step. Collective."""
+        folder, steps, keep = self.folder.checkpoints, self.loop.steps_made, self.saving.latest_keep
+        return self.saving.save(SaveRequest(folder, steps, keep, background=False))
+
+    def _build_collector(self, elastic: _ElasticParts | None, saved_end: SavedEnd) -> LogCollector:
         eviction = None
         if self.joined.straggler == "evict" and elastic is not None:
             check_eviction(self.abilities)
@@ -447,11 +474,12 @@ class _RunAssembly:
             follower=self.follower,
             links=self.links,
             live=self.live,
+            saved_end=saved_end,
             eviction=eviction,
         )
 
     def _build_survival(self, elastic: _ElasticParts, collector: LogCollector) -> Survival:
-        loop, saving, folder = self.loop, self.saving, self.folder
+        loop = self.loop
         survival = Survival(
             elastic.recovery,
             elastic.departure,
@@ -461,9 +489,7 @@ class _RunAssembly:
             collector=collector,
             records=self.records,
             tally=self.tally,
-            save=lambda: saving.save(
-                SaveRequest(folder.checkpoints, loop.steps_made, keep=3, background=False)
-            ),
+            save=self._save_now,
             depart=self.ending.leave_job,
         )
         rollback = Rollback(

@@ -20,6 +20,7 @@ from paceline.loop.turns import TrainingLoop
 from paceline.prepare.registry import Prepared
 from paceline.record.live import LiveRecord
 from paceline.record.run_records import RunRecords
+from paceline.session.saved_end import SavedEnd
 from paceline.unequal.probe.link_watch import LinkWatch
 from paceline.unequal.shares.follower import ShareFollower
 
@@ -28,7 +29,8 @@ class LogCollector:
     """Collects the logs of all workers (`everyone`) on the first worker.
 
     At the same meetings `follower` fits shares to speeds, `links` checks for slow links, and
-    `eviction` makes late workers leave. Then `live` updates its file.
+    `eviction` makes late workers leave. Then `live` updates its file, and `saved_end` ends the run
+    if a worker was asked to end it.
     """
 
     def __init__(
@@ -42,9 +44,11 @@ class LogCollector:
         follower: ShareFollower,
         links: LinkWatch,
         live: LiveRecord,
+        saved_end: SavedEnd,
         eviction: Eviction | None = None,
     ) -> None:
         self._follower, self._links, self._live, self._eviction = follower, links, live, eviction
+        self._saved_end = saved_end
         self._loop, self._prepared, self._everyone, self._recovery = (
             loop,
             prepared,
@@ -69,11 +73,15 @@ class LogCollector:
     def agree_to_stop(self) -> bool:
         """Agree on whether to stop now, which one request is enough for.
 
-        Collective, until all have agreed to stop.
+        Collective, until all have agreed to stop. Ends the run if a worker was asked to end it.
         """
-        if not self.stopping and any(
-            self._everyone.meet("run.epochs", b"s" if self.asked else b"")
-        ):
+        if self.stopping:
+            return True
+        wishes = (b"s" if self.asked else b"") + (b"e" if self._saved_end.is_asked else b"")
+        answers = self._everyone.meet("run.epochs", wishes)
+        if self._saved_end.is_wanted([b"e" in answer for answer in answers]):
+            self._saved_end.save_and_end()
+        if any(b"s" in answer for answer in answers):
             self._stop_loops()
         return self.stopping
 
@@ -97,9 +105,10 @@ class LogCollector:
         news = None if recovery is None else recovery.collect_news()
         name, work = agreement.origins[agreement.group.rank], self._follower.drain_steps()
         # fields by index: 0 records, 1 wants to stop, 2 steps until the next meeting,
-        # 3 name, 4 news for recovery, 5 work of the last steps
+        # 3 name, 4 news for recovery, 5 work of the last steps, 6 whether to save and end
+        wish = self._saved_end.make_wish()
         report = msgpack.packb(
-            [self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work]
+            [self._log.drain(), self.asked, self._log.steps_ahead(), name, news, work, wish]
         )
         answers = [msgpack.unpackb(a) for a in agreement.meet("run.log", report)]
         self._meetings.meet_after_step(self._loop.steps_made + answers[0][2])
@@ -123,6 +132,8 @@ class LogCollector:
                     loader.finish_epoch()
         self._follower.take_drained([answer[5] for answer in answers])
         self._live.update_file()
+        if self._saved_end.hear_wishes([answer[6] for answer in answers]):
+            self._meetings.meet_after_step(self._loop.steps_made + 1)
 
     def _announce_stop(self, reason: str | None) -> None:
         if reason is not None and not self.stopping:

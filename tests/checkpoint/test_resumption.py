@@ -238,3 +238,33 @@ def test_an_evaluation_is_whole_after_a_save_inside_of_one(tmp_path: Path) -> No
         [20, 21, 22, 23],
         [24, 25, 26, 27],
     ]
+
+
+def resume_by_option(folder: Path, said: list[str], **options: Any) -> Tensor:
+    """The training, with `paceline run --resume`."""
+    return workers(
+        2, training(**options), folder=folder, said=said, place=lambda rank: {"resumes": True}
+    )[0]
+
+
+def test_the_option_goes_on_from_an_earlier_run(tmp_path: Path) -> None:
+    """The first time there is none."""
+    said: list[str] = []
+    resume_by_option(tmp_path, said, until=6)
+    assert any("nothing to resume, training begins anew" in line for line in said)
+    went_on = resume_by_option(tmp_path, said)
+    assert any(
+        line.startswith("resumed from")
+        and line.endswith("/test/checkpoints/step-00000003 at step 3")
+        for line in said
+    ), said
+    torch.testing.assert_close(went_on, workers(2, training(saves=None))[0])
+
+
+def test_the_option_needs_a_loop_over_epochs(tmp_path: Path) -> None:
+    said: list[str] = []
+    resume_by_option(tmp_path, said, until=6, epochs=False)
+    assert any(line.startswith("--resume has no effect") for line in said)
+    said.clear()
+    resume_by_option(tmp_path, said, epochs=False, resume=lambda run: run.resume())
+    assert not any(line.startswith("--resume has no effect") for line in said)

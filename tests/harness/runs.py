@@ -9,7 +9,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,6 +67,7 @@ def make(
     links: RouteFacts | None = None,
     trackers: Iterable[Tracker] = (),
     clock: Callable[[], float] = time.monotonic,
+    place_fields: Mapping[str, Any] | None = None,
 ) -> Run:
     """A run over `group`, as `start` would make it; all on one host, or on the `hosts` of the
     ranks.
@@ -79,6 +80,7 @@ def make(
         local_size=group.size,
         hostname="here",
         job_start=start,
+        **(place_fields or {}),
     )
     where = hosts or (0,) * group.size
     dealt = [tuple(rank for rank in ranks if where[rank] == host) for host in sorted(set(where))]
@@ -201,11 +203,12 @@ def workers(
     quotas: Callable[[int], ProcessorQuota | None] = lambda rank: None,
     links: RouteFacts | None = None,
     trackers: Iterable[Tracker] = (),
+    place: Callable[[int], Mapping[str, Any]] = lambda rank: {},
 ) -> list[T]:
     """What `body(run)` gives on each of `size` workers; runs are kept in `folder` if there is one,
     and `start` again.
 
-    The first reports to `trackers`.
+    The first reports to `trackers`. `place` gives further fields of the place of a rank.
     """
     with tempfile.TemporaryDirectory() as temporary:
 
@@ -219,6 +222,7 @@ def workers(
                 "start": start,
                 "quota": quotas(group.rank),
             }
+            options["place_fields"] = place(group.rank)
             options["links"] = links
             options["trackers"] = trackers if group.rank == 0 else ()
             if options["quota"] is not None:

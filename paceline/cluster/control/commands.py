@@ -134,6 +134,10 @@ class CommandPipe:
         """Number of the newest view."""
         return max(self._rosters, default=0)
 
+    def ask_to_leave(self) -> None:
+        """Ask this worker to leave, as its launcher can."""
+        self.asked_to_leave = True
+
     def find_roster(self, number: int) -> Roster:
         """View with this number, which has come before."""
         return self._rosters[number]

@@ -69,6 +69,11 @@ def report_ready(place: Place) -> None:
     _write_record(place, {"event": "ready"})
 
 
+def report_saving(place: Place) -> None:
+    """Report that this worker saves a checkpoint if it is asked to end, from now on."""
+    _write_record(place, {"event": "saves"})
+
+
 def report_broken_view(place: Place, view: int) -> None:
     """Report that connections broke, so that another view is needed.
 

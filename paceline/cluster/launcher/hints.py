@@ -128,12 +128,13 @@ def hint_crowded_host(workers: int, cores: int, host: str) -> str | None:
 
 def write_command_line(script: str, args: Sequence[str], options: Mapping[str, object]) -> str:
     """Write the command of a job. Options that are None have their defaults, and are left out."""
-    option_words = [
-        word
-        for name, value in options.items()
-        if value is not None
-        for word in (f"--{name.replace('_', '-')}", str(value))
-    ]
+    option_words = list[str]()
+    for name, value in options.items():
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            option_words.append(f"--{option}" if value else f"--no-{option}")
+        elif value is not None:
+            option_words += [f"--{option}", str(value)]
     return shlex.join(["paceline", "run", *option_words, script, *args])
 
 

@@ -49,13 +49,14 @@ from paceline.cluster.launcher.restarts import JobRestarts
 from paceline.cluster.launcher.supervisor import RunWatcher, Supervisor
 from paceline.cluster.launcher.worker import WorkerCommand
 from paceline.cluster.launcher.worker_commands import (
+    decide_saving,
     make_first_commands,
     make_joining_worker,
     make_shared_variables,
 )
 from paceline.errors import PacelineError
 from paceline.formatting import format_count
-from paceline.timings import Timings
+from paceline.timings import DEFAULT_TIMINGS, Timings
 
 # A host that joins later has no ranks yet. Until then it calls its workers
 # `host * _LATER_RANK_STEP + local rank`.
@@ -192,6 +193,7 @@ def _run_one_start(
             restarts=restarts,
             watcher=watcher,
             finished=_make_success_message(job),
+            saving_seconds=job.grace_seconds if decide_saving(job, surroundings) else 0.0,
             timings=resources.timings,
         )
         code = supervisor.run_workers(worker_commands, started=until_workers_start.close)
@@ -241,6 +243,7 @@ def _take_part_in_job(
             told=calls.make_verdict_sender(job.call),
             watcher=watcher,
             finished=_make_success_message(job),
+            saving_seconds=job.grace_seconds if decide_saving(job, surroundings) else 0.0,
             timings=resources.timings,
         )
         # The launcher closes its copies of what workers inherit as soon as all have started.
@@ -426,6 +429,9 @@ def _write_join_command(job: LaunchRequest) -> str:
     options["placement"] = None if job.placement == PLACEMENTS[0] else job.placement
     # With --min-workers each host has its own number of restarts, so it is left out.
     options["restarts"] = job.restarts if job.restarts and job.min_workers is None else None
+    options |= {"save_on_term": job.saves_on_term, "resume": job.resumes or None}
+    if job.grace_seconds != DEFAULT_TIMINGS.saving.grace:
+        options["grace_seconds"] = job.grace_seconds
     return hints.write_command_line(job.script, job.args, options)
 
 

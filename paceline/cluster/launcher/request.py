@@ -15,6 +15,7 @@ from paceline.cluster.launcher import hints
 from paceline.cluster.topology import HostRanks, Topology
 from paceline.errors import UsageError
 from paceline.formatting import format_choices
+from paceline.timings import DEFAULT_TIMINGS
 
 Placement = Literal["block", "round-robin"]
 Straggler = Literal["warn", "rebalance", "drop", "evict"]
@@ -62,6 +63,10 @@ class LaunchRequest:
         shares: Shares of the batch.
         cluster: File of a measured cluster.
         plan: File of the plan that the run follows.
+        saves_on_term: Whether SIGTERM has the run save a checkpoint before it ends. None: as the
+            environment says (see `preemption.saves_on_term`).
+        grace_seconds: Seconds for that. Default: 30.
+        resumes: Whether the run goes on from the newest checkpoint of an earlier run of its name.
         progress: Seconds between two lines of progress if there is no bar. With `QUIET` the
             launcher prints only messages about problems.
         bare: Show what workers write at once and without their ranks, for commands in which only
@@ -94,6 +99,9 @@ class LaunchRequest:
     shares: str | None = None
     cluster: str | Path | None = None
     plan: str | Path | None = None
+    saves_on_term: bool | None = None
+    grace_seconds: float = DEFAULT_TIMINGS.saving.grace
+    resumes: bool = False
     progress: float | None = None
     bare: bool = False
     call: tuple[int, int] | None = None
@@ -146,6 +154,8 @@ def check_request(job: LaunchRequest) -> None:
         mesh.choose_mesh(job.mesh, everyone, survives=job.min_workers is not None)
     if not job.patience >= 0:
         raise UsageError(f"--patience is {job.patience:g}: give seconds, 0 or more")
+    if not 0 < job.grace_seconds < math.inf:
+        raise UsageError(f"--grace-seconds is {job.grace_seconds:g}: give seconds above 0")
     if job.backend is not None and job.backend not in BACKENDS:
         raise UsageError(
             f"--backend is {job.backend}; {format_choices(job.backend, BACKENDS)}, which scripts "

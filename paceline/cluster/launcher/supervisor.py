@@ -29,6 +29,7 @@ from paceline.cluster.launcher.last_words import extract_error_lines
 from paceline.cluster.launcher.output import Screen, drain_pipe, flush_screens, make_screens
 from paceline.cluster.launcher.replacement import Replacement
 from paceline.cluster.launcher.restarts import JobRestarts
+from paceline.cluster.launcher.saving_time import SavingTime, pick_end_signal
 from paceline.cluster.launcher.verdict import FailureSearch
 from paceline.cluster.launcher.worker import (
     WorkerCommand,
@@ -82,6 +83,7 @@ class Supervisor:
         restarts: Restarts of the whole job, if it has any.
         watcher: Shows the run to people. Default: none.
         finished: Last line if all workers ended well. Default: none.
+        saving_seconds: Time that workers get to save a checkpoint after SIGTERM. Default: none.
         timings: Waits and deadlines.
     """
 
@@ -97,6 +99,7 @@ class Supervisor:
         restarts: JobRestarts | None = None,
         watcher: RunWatcher | None = None,
         finished: str = "",
+        saving_seconds: float = 0.0,
         timings: Timings = DEFAULT_TIMINGS,
     ) -> None:
         self._peers, self._restarts, self._report_failure, self._watcher = (
@@ -116,6 +119,7 @@ class Supervisor:
         self._ending_since: float | None = None  # monotonic: since when workers are being ended
         self._end_signal: int | None = None  # the signal that asked for the end
         self._is_leaving = False  # this host was asked to go, and the others go on
+        self._saving_time = SavingTime(saving_seconds)
         self._litter_collected_at = 0.0
         self._job_end = JobEnd(self._workers)
         self._cleanup = JobCleanup(mark, timings=timings.janitor)
@@ -316,6 +320,9 @@ class Supervisor:
             )
             self._handle_end_signal(signum, now)
         if self._end_signal is not None:
+            if self._saving_time.lasts(now):
+                self._ending_since = now
+                return
             self._end_workers(
                 now, signal.SIGINT, self._timings.asked_term, self._timings.asked_kill
             )
@@ -343,7 +350,8 @@ class Supervisor:
         """Handle a signal that asks for the end.
 
         SIGTERM makes this host leave if others can go on without it. Else the first signal ends the
-        job, and the second one kills the workers at once.
+        job, and the second one kills the workers at once. While they save a checkpoint, the second
+        one ends that (but not SIGTERM, which schedulers repeat).
         """
         if (
             signum == signal.SIGTERM
@@ -356,6 +364,12 @@ class Supervisor:
             self._end_signal, self._ending_since = signum, now
             self._job_end.note_signal(signum)
             self._peers.tell_stopped(signum)
+            if signum == signal.SIGTERM and (line := self._saving_time.begin(self._workers, now)):
+                self.show_line(line)
+        elif signum == signal.SIGTERM and self._saving_time.lasts(now):
+            self.show_line(self._saving_time.describe_rest(now))
+        elif self._saving_time.lasts(now):
+            self._saving_time.end()
         else:
             for worker in self._workers:
                 worker.send_signal(signal.SIGKILL)
@@ -381,7 +395,7 @@ class Supervisor:
                 if verdict is not None and verdict.rank == worker.rank
                 else 0.0
             ):
-                worker.send_signal(signal.SIGTERM)
+                worker.send_signal(pick_end_signal(worker))
             if elapsed > kill:
                 worker.send_signal(signal.SIGKILL)
 

@@ -18,6 +18,7 @@ from paceline.cluster.launcher.host_resources import HostResources
 from paceline.cluster.launcher.output import print_message
 from paceline.cluster.launcher.request import QUIET, LaunchRequest
 from paceline.cluster.launcher.worker import WorkerCommand
+from paceline.cluster.preemption import saves_on_term
 
 # Beginnings of the variables that belong to another launcher, or that are made anew for each worker
 _NOT_INHERITED_PREFIXES = (
@@ -34,6 +35,7 @@ _NOT_INHERITED_PREFIXES = (
     "PACELINE_RUN",
     "PACELINE_CALL",
     "PACELINE_BAR",
+    "PACELINE_SAVE_REQUEST_FD",
 )
 
 
@@ -173,7 +175,18 @@ def make_shared_variables(
         # from the host's name.
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         variables.setdefault("NCCL_SOCKET_IFNAME", interface)
+    variables["PACELINE_SAVE_ON_TERM"] = str(int(decide_saving(job, environ)))
     return variables | _make_option_variables(job)
+
+
+def decide_saving(job: LaunchRequest, environ: Mapping[str, str]) -> bool:
+    """Decide whether SIGTERM has the run save a checkpoint: as requested, else by the environment.
+
+    The caller of `pl.launch` ends its workers by itself.
+    """
+    if job.saves_on_term is None:
+        return job.call is None and saves_on_term(environ)
+    return job.saves_on_term
 
 
 def _make_option_variables(job: LaunchRequest) -> dict[str, str]:
@@ -188,6 +201,8 @@ def _make_option_variables(job: LaunchRequest) -> dict[str, str]:
         "STRAGGLER": job.straggler,
         "REPORT_TO": job.report_to,
         "STATUS_EVERY": job.progress,
+        "GRACE_SECONDS": job.grace_seconds,
+        "RESUME": 1 if job.resumes else None,
         # Workers may change their folder, so they get the whole path.
         "CLUSTER": None if job.cluster is None else Path(job.cluster).absolute(),
         "PLAN": None if job.plan is None else Path(job.plan).absolute(),

@@ -248,6 +248,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
             "shares": "2,1",
         },
         **{"placement": "round-robin", "min_workers": 2},
+        **{"saves_on_term": False, "grace_seconds": 5.0, "resumes": True},
     )
     may_differ = {
         "host_rank",

@@ -4,6 +4,8 @@ hosts.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paceline.cluster import topology_file
@@ -81,3 +83,10 @@ def test_join_reads_addresses():
         "a.b",
         29400,
     )
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_grace_period_is_above_0(tmp_path: Path, seconds: float) -> None:
+    (tmp_path / "x.py").touch()
+    with pytest.raises(UsageError, match="--grace-seconds is"):
+        check_request(LaunchRequest(str(tmp_path / "x.py"), grace_seconds=seconds))
