@@ -132,6 +132,12 @@ def everything() -> set[str]:
     }
 
 
+def of_bridges() -> set[str]:
+    """Examples of bridges that a test of their own in tests/bridges runs by name."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "bridges").glob("test_*.py"))
+    return {name for name in everything() if name.startswith("bridges/") and name in tests}
+
+
 def count_lines(path: Path) -> int:
     """Lines of an example: of code alone if it is Python."""
     text = path.read_text()
@@ -143,7 +149,8 @@ def test_every_example_is_tested_and_short():
         f"{name.removeprefix('test_')}.py" for name in vars(TestRuns) if name.startswith("test_")
     }
     names |= {f"migrations/{name}_after.py" for name in ("ddp", "accelerate", "horovod")}
-    assert everything() == names | ELSEWHERE | MANIFESTS | COMPILED | {BEFORE, "README.md"}
+    names |= ELSEWHERE | MANIFESTS | COMPILED | of_bridges()
+    assert everything() == names | {BEFORE, "README.md"}
     assert [
         name
         for name in sorted(everything() - {"notebook.ipynb"})
