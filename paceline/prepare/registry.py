@@ -303,6 +303,11 @@ class Prepared:
         tables = self.tables.find_new_tables(self.models)
         if tables:
             self.axes.refuse_cut_axes(f"the sparse table {tables[0][0]}", UNCUT, beside=SAMPLE_AXES)
+        if tables and self._sample_queue is not None and self._abilities.remote is None:
+            raise UsageError(
+                f"sparse tables ({tables[0][0]}) need workers in lockstep here, and with a quorum "
+                "they aren't: leave out quorum, or use ParameterServer(staleness=8)"
+            )
         if tables and self.survives and self._sample_queue is not None:
             raise UsageError(
                 f"sparse tables ({tables[0][0]}) survive the loss of workers only in lockstep, "
