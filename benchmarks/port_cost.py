@@ -76,8 +76,7 @@ def read_script(checkout: Path, name: str) -> str:
 def apply_patch(script: str, name: str, peer: str) -> Port:
     """Apply the patch of a port to a script, and count what has changed.
 
-    Raises `subprocess.CalledProcessError` if the patch doesn't fit, and `SyntaxError` if its result
-    doesn't compile.
+    Raises `subprocess.CalledProcessError` if the patch doesn't fit.
     """
     patch = PORTS / f"{name}.{peer}.patch"
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +88,6 @@ def apply_patch(script: str, name: str, peer: str) -> Port:
         environ = {**os.environ, "GIT_CEILING_DIRECTORIES": str(path.parents[2])}
         subprocess.run(command, cwd=folder, env=environ, check=True)
         ported = path.read_text()
-    compile(ported, f"{name}.{peer}", "exec")
     return Port(ported, count_changes(script, ported))
 
 
@@ -151,6 +149,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         script = read_script(options.checkout, name)
         ports = {peer: apply_patch(script, name, peer) for peer in PEERS}
         changed[name] = {peer: port.changed for peer, port in ports.items()}
+        for peer, port in ports.items():
+            compile(port.text, f"{name}.{peer}", "exec")
         for peer, port in ports.items() if options.run else ():
             try:
                 run_port(port.text, name, peer)

@@ -214,8 +214,8 @@ class Prepared:
         if self._sample_queue is not None:
             raise UsageError(
                 "a model has BatchNorm layers, which combine the statistics of all workers in "
-                "each step, and with staleness or backup_workers they are not in lockstep: say "
-                "prepare(..., batchnorm='local'), or use another kind of norm"
+                "each step, and with staleness, backup_workers or a quorum they are not in "
+                "lockstep: say prepare(..., batchnorm='local'), or use another kind of norm"
             )
         self._synchronous += [
             model for model in self.cuts.without_stages(models) if model not in self._synchronous

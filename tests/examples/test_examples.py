@@ -79,6 +79,15 @@ class TestRuns:
         dense = 2 * 4 * (16 * 256 + 256 * 256 + 256 * 8 + 2 * 256 + 8)
         assert sum(summary["bytes_sent"].values()) < dense / 10
 
+    @pytest.mark.parametrize("rounds", ["fedavg", "diloco"])
+    def test_fleet(self, job, rounds):
+        """One of three vehicles is slow: rounds close without it, and it joins later ones."""
+        ended, summary = run(job, "fleet.py", workers=3, args=("--slow", "1", "--rounds", rounds))
+        assert summary["results"]["accuracy"] > 0.85, ended
+        made = summary["servers"][0]["rounds"]
+        assert made["by_workers"]["2"] > 0 and made["late"] > 0, made
+        assert summary["samples"] == 96 * 600
+
     def test_spot(self, job):
         """A worker is killed and replaced: all samples are trained on once, and the checkpoint
         is whole.
