@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from paceline.sync.codec_cost import CodecAccount
 from paceline.sync.route_choice import RouteChoice, RouteFacts
 from paceline.timings import DEFAULT_TIMINGS, Timings
 from paceline.trace import Trace
-
-if TYPE_CHECKING:
-    from paceline.sync.base import Sync
 
 NO_SAMPLES_TO_WEIGH = (
     "gradients that were added up under run.no_sync() would be lost: this worker has no samples in "
@@ -141,8 +138,8 @@ class SyncContext:
     # Returns `ServerEndpoints`, which `sync` can't import from `servers`.
     servers: Callable[[int | None, int], Any] | None = None
     table_servers: Callable[[int | None, int], Any] | None = None  # the same, for sparse tables
-    # Starts `LocalSGD(quorum=...)`, whose rounds are kept on a server.
-    begin_quorum: Callable[[SyncContext, Any], Sync] | None = None
+    # Starts `LocalSGD(quorum=...)`, whose rounds are kept on a server. Returns a `Sync`.
+    begin_quorum: Callable[[SyncContext, Any], Any] | None = None
     deadline: float = 30.0  # seconds of a wait that is no collective call
     timings: Timings = DEFAULT_TIMINGS
     survives: bool = False  # the run continues when workers are lost

@@ -28,7 +28,7 @@ from paceline.sync.localsgd.outer import Outer
 
 
 @dataclass(frozen=True)
-class Contribution:
+class RoundChange:
     """A worker's change since its last round.
 
     Attributes:
@@ -71,7 +71,7 @@ class QuorumRounds:
         self.values, self.memories = list(values), list(memories)
         self.count = 0  # rounds that have closed
         self._outer, self._quorum, self._grace_seconds = outer, quorum, grace_seconds
-        self._waiting: dict[int, Contribution] = {}
+        self._waiting: dict[int, RoundChange] = {}
         self._answered: dict[int, int] = {}
         self._started: dict[int, int] = {}
         self._quorum_since: float | None = None  # when the open round got its quorum
@@ -82,7 +82,7 @@ class QuorumRounds:
         """Note that a worker has joined, and begins with the present values."""
         self._started[worker] = self.count
 
-    def submit(self, worker: int, contribution: Contribution) -> None:
+    def submit(self, worker: int, contribution: RoundChange) -> None:
         """Add a worker's contribution to the open round. A repeated one counts once.
 
         Raises:
@@ -161,7 +161,7 @@ class QuorumRounds:
             self._started[worker] = self.count
         return workers
 
-    def _move_values(self, contributions: Sequence[Contribution], total: float) -> None:
+    def _move_values(self, contributions: Sequence[RoundChange], total: float) -> None:
         for index, (value, memory) in enumerate(zip(self.values, self.memories, strict=True)):
             mean = torch.zeros_like(value)
             for contribution in contributions:

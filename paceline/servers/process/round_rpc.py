@@ -8,7 +8,7 @@ import time
 from torch import Tensor
 
 from paceline.errors import Mismatch
-from paceline.servers.process.quorum_rounds import Contribution, QuorumRounds
+from paceline.servers.process.quorum_rounds import QuorumRounds, RoundChange
 from paceline.servers.process.scheduler import SampleScheduler
 from paceline.servers.protocol import rounds
 from paceline.servers.protocol.message import Acknowledged, Handlers
@@ -32,7 +32,7 @@ class RoundRpc:
             rounds.OpenRounds: self._open_rounds,
             rounds.SubmitChange: self._submit_change,
             rounds.ListLate: self._list_late,
-            rounds.ReadOuterMemories: self._read_memories,
+            rounds.ReadOuterState: self._read_memories,
         }
 
     @property
@@ -86,7 +86,7 @@ class RoundRpc:
         if worker not in self._members:
             self._members.add(worker)
             self.kept_rounds.admit_worker(worker)
-        contribution = Contribution(request.number, request.weight, request.changes, request.final)
+        contribution = RoundChange(request.number, request.weight, request.changes, request.final)
         self.kept_rounds.submit(worker, contribution)
         running = self._scheduler.running_workers
         merged = self.kept_rounds.close_if_due(running, self._members, time.monotonic())
@@ -103,9 +103,7 @@ class RoundRpc:
         clocks = self._scheduler.clocks
         return MissingWorkers(tuple((other, clocks.get(other, 0)) for other in absent))
 
-    def _read_memories(
-        self, worker: int, request: rounds.ReadOuterMemories
-    ) -> rounds.OuterMemories:
-        return rounds.OuterMemories(
+    def _read_memories(self, worker: int, request: rounds.ReadOuterState) -> rounds.OuterState:
+        return rounds.OuterState(
             tuple(memory.clone() for memory in self.kept_rounds.memories if memory is not None)
         )

@@ -1,9 +1,9 @@
 """Messages about rounds of local SGD that close by a quorum (`servers/process/quorum_rounds.py`).
 
-OpenRounds     gives the keeper of the rounds the first values
-SubmitChange   replies with the new values once the change is in a round
-ListLate       lists the workers that the open round waits for
-ReadOuterMemories   reads the state of the outer optimizer, for a checkpoint
+OpenRounds       gives the keeper of the rounds the first values
+SubmitChange     replies with the new values once the change is in a round
+ListLate         lists the workers that the open round waits for
+ReadOuterState   reads the state of the outer optimizer, for a checkpoint
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class ListLate(Request[MissingWorkers]):
 
 
 @dataclass(frozen=True)
-class OuterMemories(Message):
+class OuterState(Message):
     """State of the outer optimizer; empty if it keeps none."""
 
     memories: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class ReadOuterMemories(Request[OuterMemories]):
+class ReadOuterState(Request[OuterState]):
     """Read the state of the outer optimizer."""

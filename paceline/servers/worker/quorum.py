@@ -29,7 +29,7 @@ from paceline.servers.protocol.plans import pack_plan
 from paceline.servers.protocol.rounds import (
     ListLate,
     OpenRounds,
-    ReadOuterMemories,
+    ReadOuterState,
     RoundValues,
     SubmitChange,
 )
@@ -311,7 +311,7 @@ class QuorumSync:
         """State of the outer optimizer, on the first worker. Replicas must be equal."""
         if self._context.group.rank or not self._link.primaries:
             return {"outer_memories": []}
-        answer = call_server(self._link.primaries[0], ReadOuterMemories(), self._link.deadline)
+        answer = call_server(self._link.primaries[0], ReadOuterState(), self._link.deadline)
         return {"outer_memories": list(answer.memories)}
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:

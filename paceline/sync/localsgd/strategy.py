@@ -77,7 +77,8 @@ class LocalSGD(RoundOptions):
                 f"{self!r}: rounds with a quorum need whole models and workers that are started "
                 "by a launcher; leave out quorum, or the cut"
             )
-        return context.begin_quorum(context, self)
+        sync: Sync = context.begin_quorum(context, self)
+        return sync
 
     def begin_in_lockstep(self, context: SyncContext) -> LocalSGDSync:
         """Start rounds of all workers, which are in lockstep."""

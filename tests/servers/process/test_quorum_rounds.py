@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import Mismatch
-from paceline.servers.process.quorum_rounds import Contribution, QuorumRounds
+from paceline.servers.process.quorum_rounds import QuorumRounds, RoundChange
 from paceline.sync.localsgd.outer import Outer, average, nesterov
 
 ALL = {0, 1, 2}
@@ -29,7 +29,7 @@ def make_rounds(
 
 
 def change(amount: float, *, number: int = 1, weight: float = 1.0, final: bool = False):
-    return Contribution(number, weight, [torch.full((2,), amount, dtype=torch.float64)], final)
+    return RoundChange(number, weight, [torch.full((2,), amount, dtype=torch.float64)], final)
 
 
 def test_a_round_closes_at_once_when_all_have_come_and_is_weighted_by_samples() -> None:
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(Mismatch, match="skips a round: 2"):
         rounds.submit(0, change(1.0, number=2))
     with pytest.raises(Mismatch, match="changes of another model"):
-        rounds.submit(0, Contribution(1, 1.0, [torch.zeros(3)], False))
+        rounds.submit(0, RoundChange(1, 1.0, [torch.zeros(3)], False))
     for weight in (math.nan, -1.0, math.inf):
         with pytest.raises(Mismatch, match="a change of weight"):
             rounds.submit(0, change(1.0, weight=weight))
@@ -182,7 +182,7 @@ def train_with_rounds(
         now, worker = heapq.heappop(events)
         moved = -0.1 * compute_gradient(values[worker], worker, visits[worker])
         samples = delays[worker][visits[worker]].samples
-        rounds.submit(worker, Contribution(visits[worker] + 1, samples, [moved], False))
+        rounds.submit(worker, RoundChange(visits[worker] + 1, samples, [moved], False))
         close(now)
         while rounds.close_if_due(running, running, now):
             raise AssertionError("a round closes only once")

@@ -115,7 +115,7 @@ def test_momentum_is_read_and_loaded() -> None:
     value, memory = (torch.tensor([number], dtype=torch.float64) for number in (1.0, 4.0))
     request = rounds.OpenRounds(1.0, 0.0, 0.5, 0.5, (0,), True, (value, memory))
     keeper.ask(0, request)
-    assert keeper.ask(0, rounds.ReadOuterMemories()).memories[0].item() == 4.0
+    assert keeper.ask(0, rounds.ReadOuterState()).memories[0].item() == 4.0
     answer = keeper.submit(0, 1, 2.0, final=True)
     # v = 0.5 * 4 - 2 = 0;  x = 1 - 0.5 * (0.5 * 0 - 2)
     assert answer.values[0].item() == 2.0
@@ -124,4 +124,4 @@ def test_momentum_is_read_and_loaded() -> None:
 def test_a_change_before_rounds_are_open_is_refused() -> None:
     keeping = RoundRpc(SchedulerRpc().scheduler)
     with pytest.raises(Mismatch, match="no worker has opened"):
-        keeping.handlers[rounds.ReadOuterMemories](0, rounds.ReadOuterMemories())
+        keeping.handlers[rounds.ReadOuterState](0, rounds.ReadOuterState())
