@@ -70,7 +70,7 @@ BUDGET: dict[str, int] = {
     "session": 2420,
     "state": 870,
     "status": 260,
-    "sync": 4060,
+    "sync": 4050,
     "unequal": 2190,
     "workers": 400,
 }

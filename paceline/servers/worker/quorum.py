@@ -11,6 +11,7 @@ stopped one doesn't hold the others. At the end of an epoch all come together in
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -207,7 +208,7 @@ class QuorumSync:
 
     def _join_round(self, *, final: bool) -> None:
         """Send this worker's change, wait until it is in a round, and take the new values."""
-        link = self._link
+        link, begun = self._link, time.perf_counter_ns()
         changes = tuple(
             value.sub_(start) for value, start in zip(self._read_values(), self._start, strict=True)
         )
@@ -217,6 +218,7 @@ class QuorumSync:
         self._number += 1
         self._write_values(answer.values)
         self._begin_steps(list(answer.values))
+        self._context.trace.record_span("round", "exchange", begun, time.perf_counter_ns())
 
     def _submit(self, request: SubmitChange) -> RoundValues:
         """Submit a change. It counts once, however often it is submitted."""

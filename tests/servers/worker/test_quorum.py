@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -181,6 +182,32 @@ def test_collective_calls_inside_the_loop_are_refused() -> None:
 
     with pytest.raises(pl.UsageError, match="not in lockstep inside the loop"):
         workers(2, body, strategy=pl.LocalSGD(2, quorum=0.5))
+
+
+def test_a_round_without_a_quorum_ends_with_the_names_of_the_missing() -> None:
+    has_failed, messages = threading.Event(), list[str]()
+
+    def body(run: Run) -> None:
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        _, optimizer, batches = run.prepare(model, optimizer, pl.own_batches(4, steps=9))
+        parts_of_run(run).axes.replicas.deadline = 2.0  # seconds
+        try:
+            for _ in batches:
+                if run.rank == 1:
+                    assert has_failed.wait(PATIENCE)
+                    raise RuntimeError("this worker has come to no round")
+                optimizer.step()
+        except pl.DeadlineExceeded as error:
+            messages.append(str(error))
+            raise
+        finally:
+            has_failed.set()
+
+    with pytest.raises((pl.DeadlineExceeded, RuntimeError)):
+        workers(2, body, strategy=pl.LocalSGD(1, quorum=1.0, grace_seconds=0.5))
+    (message,) = messages
+    assert message.startswith("the end of a round: rank 0 waited 2.5 s in vain for rank 1, which")
 
 
 # Each worker writes the rows that it trains on, and waits where a test says so.
