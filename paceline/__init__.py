@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from paceline.codec.sparse import randomk, topk
     from paceline.data.batches import tokens
     from paceline.data.costs import padded
+    from paceline.data.own_batches import own_batches
     from paceline.notebook.launch import launch
     from paceline.parallel.elementwise import elementwise
     from paceline.parallel.layers import layers
@@ -105,6 +106,7 @@ __all__ = [
     "meta",
     "named",
     "nesterov",
+    "own_batches",
     "padded",
     "pipeline",
     "powersgd",
@@ -143,6 +145,7 @@ _NAMES_BY_MODULE: Final = {
     "paceline.codec.sparse": ("randomk", "topk"),
     "paceline.data.batches": ("tokens",),
     "paceline.data.costs": ("padded",),
+    "paceline.data.own_batches": ("own_batches",),
     "paceline.parallel.elementwise": ("elementwise",),
     "paceline.servers.tables.embedding": ("SparseEmbedding",),
     "paceline.parallel.layers": ("layers",),

@@ -54,6 +54,7 @@ NAMES = [
     "meta",
     "named",
     "nesterov",
+    "own_batches",
     "padded",
     "pipeline",
     "powersgd",

@@ -53,7 +53,8 @@ def check_cost(loader: DataLoader[Any], cost: Any, *, lockstep: bool) -> None:
     if not lockstep:
         raise DataError(
             "cost= evens out the time that workers in lockstep wait for each other, and with "
-            "staleness or backup_workers each takes samples when it is ready: leave it out"
+            "staleness, backup_workers or a quorum each takes samples when it is ready: leave it "
+            "out"
         )
 
 
@@ -76,7 +77,7 @@ def check_speeds(shard: str | None, *, lockstep: bool) -> None:
         )
     if not lockstep:
         raise DataError(
-            "shares='auto' is for workers in lockstep, and with staleness or backup_workers each "
-            "takes its next samples when it is ready, "
+            "shares='auto' is for workers in lockstep, and with staleness, backup_workers or a "
+            "quorum each takes its next samples when it is ready, "
             "so a fast one takes more by itself: leave out shares"
         )

@@ -247,13 +247,13 @@ def check_out_of_lockstep(terms: LoaderSpec) -> None:
     """
     if terms.weigh is not None:
         raise UsageError(
-            "weigh= has all workers add up the weights of each batch, and with staleness or "
-            "backup_workers they are not in lockstep: "
+            "weigh= has all workers add up the weights of each batch, and with staleness, "
+            "backup_workers or a quorum they are not in lockstep: "
             "leave it out (samples are the weights), or leave those out"
         )
     if isinstance(terms.loader.dataset, IterableDataset):
         raise DataError(
-            "a stream (IterableDataset) is dealt step by step to all workers, and with staleness "
-            "or backup_workers they are not in lockstep: use a data set with indices, or leave "
-            "those out; if this loader is for evaluation, say train=False"
+            "a stream (IterableDataset) is dealt step by step to all workers, and with staleness, "
+            "backup_workers or a quorum they are not in lockstep: use a data set with indices, or "
+            "leave those out; if this loader is for evaluation, say train=False"
         )

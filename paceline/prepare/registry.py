@@ -214,8 +214,8 @@ class Prepared:
         if self._sample_queue is not None:
             raise UsageError(
                 "a model has BatchNorm layers, which combine the statistics of all workers in "
-                "each step, and with staleness or backup_workers they are not in lockstep: say "
-                "prepare(..., batchnorm='local'), or use another kind of norm"
+                "each step, and with staleness, backup_workers or a quorum they are not in "
+                "lockstep: say prepare(..., batchnorm='local'), or use another kind of norm"
             )
         self._synchronous += [
             model for model in self.cuts.without_stages(models) if model not in self._synchronous
@@ -303,6 +303,11 @@ class Prepared:
         tables = self.tables.find_new_tables(self.models)
         if tables:
             self.axes.refuse_cut_axes(f"the sparse table {tables[0][0]}", UNCUT, beside=SAMPLE_AXES)
+        if tables and self._sample_queue is not None and self._abilities.remote is None:
+            raise UsageError(
+                f"sparse tables ({tables[0][0]}) need workers in lockstep here, and with a quorum "
+                "they aren't: leave out quorum, or use ParameterServer(staleness=8)"
+            )
         if tables and self.survives and self._sample_queue is not None:
             raise UsageError(
                 f"sparse tables ({tables[0][0]}) survive the loss of workers only in lockstep, "

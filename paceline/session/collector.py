@@ -207,9 +207,9 @@ class LogCollector:
         loop, agreement = self._loop, self._everyone
         if loop.turns.in_training_loop:
             raise UsageError(
-                "with staleness or backup_workers workers are not in lockstep inside the loop over "
-                "a training loader, so collective calls (run.mean, gather, barrier, save, an "
-                "evaluation) can't be made there: make them between epochs"
+                "with staleness, backup_workers or a quorum workers are not in lockstep inside the "
+                "loop over a training loader, so collective calls (run.mean, gather, barrier, "
+                "save, an evaluation) can't be made there: make them between epochs"
             )
         agreement.lockstep.resume_lockstep()
         self._prepared.epochs.end_left()

@@ -133,7 +133,8 @@ class RunConclusion:
         )
         facts, served = (tables.facts(), tables.served()) if self.view.is_first else ([], [])
         # servers of the strategy come before servers of tables
-        if self.view.is_first and reports is not None and remote is not None and remote.attached:
+        is_serving = reports is not None and (remote is None or remote.attached)
+        if self.view.is_first and reports is not None and is_serving:
             facts, served = [*reports.facts(), *facts], [*reports.served(), *served]
         outcome = RunOutcome(
             self.strategy,

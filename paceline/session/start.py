@@ -36,6 +36,7 @@ from paceline.record.trackers import catalogue
 from paceline.record.trackers.tracker import Tracker
 from paceline.replicas.compare import Comparison, Differing
 from paceline.servers.server_starter import ServerStarter
+from paceline.servers.worker.quorum import QuorumSync
 from paceline.session.assemble import JoinedWorker, assemble_run
 from paceline.session.excepthook import (
     BRIEF_ERRORS,
@@ -362,6 +363,7 @@ def _make_context(
         table_servers=ServerStarter(
             worker_context, agreement, "SparseEmbedding", "table server"
         ).start_servers,
+        begin_quorum=QuorumSync,
         deadline=worker_context.deadline,
         survives=worker_context.place.worker is not None,
         cancel_scope=worker_context.cancel_scope,

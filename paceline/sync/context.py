@@ -138,6 +138,8 @@ class SyncContext:
     # Returns `ServerEndpoints`, which `sync` can't import from `servers`.
     servers: Callable[[int | None, int], Any] | None = None
     table_servers: Callable[[int | None, int], Any] | None = None  # the same, for sparse tables
+    # Starts `LocalSGD(quorum=...)`, whose rounds are kept on a server. Returns a `Sync`.
+    begin_quorum: Callable[[SyncContext, Any], Any] | None = None
     deadline: float = 30.0  # seconds of a wait that is no collective call
     timings: Timings = DEFAULT_TIMINGS
     survives: bool = False  # the run continues when workers are lost

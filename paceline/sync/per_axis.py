@@ -63,6 +63,11 @@ class Sequence:
                     f"{part!r} can't stand there; write Sequence((AllReduce(), 'local'), "
                     "(LocalSGD(32), 'host'))"
                 )
+        if self.outer[0].quorum is not None:
+            raise UsageError(
+                f"{self!r}: rounds with a quorum need workers that train at their own pace, and "
+                "those of a host are in lockstep here; leave quorum out"
+            )
         if self.outer[0].after:
             raise UsageError(
                 f"{self!r}: LocalSGD(after=...) begins with mean gradients of all workers, and "
@@ -77,7 +82,7 @@ class Sequence:
             )
         inside = _make_host_context(context)
         return PerAxisSync(
-            context, inside, self.inner[0].begin(inside), self.outer[0].begin(context)
+            context, inside, self.inner[0].begin(inside), self.outer[0].begin_in_lockstep(context)
         )
 
 

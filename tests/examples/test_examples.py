@@ -79,6 +79,15 @@ class TestRuns:
         dense = 2 * 4 * (16 * 256 + 256 * 256 + 256 * 8 + 2 * 256 + 8)
         assert sum(summary["bytes_sent"].values()) < dense / 10
 
+    @pytest.mark.parametrize("rounds", ["fedavg", "diloco"])
+    def test_fleet(self, job, rounds):
+        """One of three vehicles is slow: rounds close without it, and it joins later ones."""
+        ended, summary = run(job, "fleet.py", workers=3, args=("--slow", "1", "--rounds", rounds))
+        assert summary["results"]["accuracy"] > 0.85, ended
+        made = summary["servers"][0]["rounds"]
+        assert made["by_workers"]["2"] > 0 and made["late"] > 0, made
+        assert summary["samples"] == 96 * 600
+
     def test_spot(self, job):
         """A worker is killed and replaced: all samples are trained on once, and the checkpoint
         is whole.
@@ -132,6 +141,12 @@ def everything() -> set[str]:
     }
 
 
+def of_bridges() -> set[str]:
+    """Examples of bridges that a test of their own in tests/bridges runs by name."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "bridges").glob("test_*.py"))
+    return {name for name in everything() if name.startswith("bridges/") and name in tests}
+
+
 def count_lines(path: Path) -> int:
     """Lines of an example: of code alone if it is Python."""
     text = path.read_text()
@@ -143,7 +158,8 @@ def test_every_example_is_tested_and_short():
         f"{name.removeprefix('test_')}.py" for name in vars(TestRuns) if name.startswith("test_")
     }
     names |= {f"migrations/{name}_after.py" for name in ("ddp", "accelerate", "horovod")}
-    assert everything() == names | ELSEWHERE | MANIFESTS | COMPILED | {BEFORE, "README.md"}
+    names |= ELSEWHERE | MANIFESTS | COMPILED | of_bridges()
+    assert everything() == names | {BEFORE, "README.md"}
     assert [
         name
         for name in sorted(everything() - {"notebook.ipynb"})

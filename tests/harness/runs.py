@@ -36,6 +36,7 @@ from paceline.record.writer import MetricsWriter
 from paceline.replicas.compare import Comparison
 from paceline.servers.process.endpoints import ServerEndpoints
 from paceline.servers.process.main import Server
+from paceline.servers.worker.quorum import QuorumSync
 from paceline.session.assemble import JoinedWorker, assemble_run
 from paceline.session.run import Run
 from paceline.sync.allreduce import AllReduce
@@ -104,6 +105,7 @@ def make(
         say,
         None,
         **started,
+        begin_quorum=QuorumSync,
         route_facts=links,
     )
 

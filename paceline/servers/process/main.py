@@ -4,6 +4,7 @@
                                                                      protocol.recovery
     table_rpc       the rows of sparse tables                        protocol.rows
     scheduler_rpc   samples, if workers are not in lockstep          protocol.samples
+    round_rpc       rounds of local SGD that close by a quorum       protocol.rounds
     main            signs of life, statistics, the end               protocol.service
 
 If a request can't be answered yet, it is put off. Requests that were put off are tried again after
@@ -34,6 +35,7 @@ from paceline.cluster.launcher.janitor import find_socket_parent, get_socket_pre
 from paceline.cluster.launcher.worker import make_preparation
 from paceline.comm.rpc import RpcMessage, RpcServer, derive_rpc_keys
 from paceline.errors import PacelineError
+from paceline.servers.process.round_rpc import RoundRpc
 from paceline.servers.process.scheduler_rpc import SchedulerRpc
 from paceline.servers.process.shard_rpc import ShardRpc
 from paceline.servers.process.table_rpc import TableRpc
@@ -81,6 +83,8 @@ class Server:
             SchedulerRpc(),
             TableRpc(),
         )
+        self._round_rpc = RoundRpc(self._scheduler_rpc.scheduler)
+        self._scheduler_rpc.add_loss_listener(self._round_rpc.remove_lost_workers)
         own: Handlers = {
             service.CheckAlive: lambda worker, request: service.Alive(time.perf_counter_ns()),
             service.Echo: lambda worker, request: service.Echoed(request.tensor),
@@ -89,7 +93,12 @@ class Server:
             service.EndServer: self._end_server,
         }
         before_plan: Handlers = {**own, **self._table_rpc.handlers}
-        all_handlers = {**before_plan, **self._shard_rpc.handlers, **self._scheduler_rpc.handlers}
+        all_handlers = {
+            **before_plan,
+            **self._shard_rpc.handlers,
+            **self._scheduler_rpc.handlers,
+            **self._round_rpc.handlers,
+        }
         self._handlers = {request.kind: (request, act) for request, act in all_handlers.items()}
         # Requests that are answered before there is a shard.
         self._kinds_before_plan = {PlanShard.kind, *(request.kind for request in before_plan)}
@@ -103,9 +112,10 @@ class Server:
     def run(self) -> None:
         """Serve until a worker ends the server, or no worker is left."""
         while not self._ended and not self._is_abandoned():
-            message = self._receiver.receive(
-                self._scheduler_rpc.compute_receive_timeout(self._check_interval)
-            )
+            # The open round is looked at again when its grace window ends.
+            grace = max(self._round_rpc.next_check - time.monotonic(), 0.001)
+            most = min(self._check_interval, grace)
+            message = self._receiver.receive(self._scheduler_rpc.compute_receive_timeout(most))
             began, waiting = time.perf_counter_ns(), len(self._waiting_requests)
             self.handle_message(message)
             self._record_work(message, began, waiting)
@@ -220,6 +230,7 @@ class Server:
                 else {}
             ),
             **self._table_rpc.summarize_tables(),
+            **self._round_rpc.summarize(),
         }
         return service.Facts(facts)
 

@@ -162,6 +162,8 @@ class SampleScheduler:
         self._partial_steps: dict[int, PartialSteps] = {}
         self._turn_starts: dict[int, float] = {}  # start of the turn, by worker
         self._held_workers: set[int] = set()
+        # Workers whose oldest piece is in a round already (`settle_pieces`).
+        self._settled_workers: set[int] = set()
         # Whether no more pieces are dealt, until all workers have asked for one and come together.
         self._is_pausing = False
         # Number of times that this part was resumed after such a pause.
@@ -173,7 +175,8 @@ class SampleScheduler:
         return self._clocks.completed_turns
 
     @property
-    def _running_workers(self) -> set[int]:
+    def running_workers(self) -> set[int]:
+        """Workers that have turns to take, and don't wait for pieces that others may drop."""
         return self._active_workers - self._parked_workers
 
     # ---- samples
@@ -300,7 +303,7 @@ class SampleScheduler:
             for worker in sorted(lost)
             for piece in [
                 *self._carried_pieces.pop(worker, ()),
-                *self._pieces_under_way.pop(worker),
+                *self._pieces_under_way.pop(worker)[worker in self._settled_workers :],
             ]
         ]
         self._active_workers, self._parked_workers, self._held_workers = (
@@ -330,6 +333,15 @@ class SampleScheduler:
     def has_turns_under_way(self, worker: int) -> bool:
         """Whether the worker has begun turns to complete first."""
         return bool(self._pieces_under_way.get(worker))
+
+    def settle_pieces(self, worker: int) -> None:
+        """Record that all of a worker's turns, with the one under way, are in a round.
+
+        Their pieces are not dealt again if the worker is lost.
+        """
+        self._carried_pieces.pop(worker, None)
+        if self._pieces_under_way.get(worker):
+            self._settled_workers.add(worker)
 
     def is_active(self, worker: int) -> bool:
         """Whether the worker has turns to take in this epoch, or may have."""
@@ -363,6 +375,7 @@ class SampleScheduler:
         self._clocks.complete_turn(worker, clock)
         self._held_workers.add(worker)
         piece = self._pieces_under_way[worker].pop(0)
+        self._settled_workers.discard(worker)
         self._carried_pieces[worker] = (
             [*self._carried_pieces.get(worker, ()), piece] if carried else []
         )
@@ -373,19 +386,19 @@ class SampleScheduler:
     @property
     def slowest_clock(self) -> int:
         """The smallest clock among the running workers."""
-        return self._clocks.find_slowest_clock(self._running_workers)
+        return self._clocks.find_slowest_clock(self.running_workers)
 
     def may_begin_turn(self, worker: int, bound: float) -> bool:
         """Whether a worker may begin its next turn: it is within the bound, or takes none here."""
         return worker not in self._active_workers or self._clocks.may_begin_turn(
-            worker, self._running_workers, bound
+            worker, self.running_workers, bound
         )
 
     def record_permission(self, worker: int, now: float = 0.0) -> None:
         """Record that a worker was told that it may go on."""
         self._held_workers.discard(worker)
         self.begin_turn(worker, now)
-        self.tally.leads[max(self._clocks.compute_lead(worker, self._running_workers), 0)] += 1
+        self.tally.leads[max(self._clocks.compute_lead(worker, self.running_workers), 0)] += 1
 
     def begin_turn(self, worker: int, now: float, *, first: bool = False) -> None:
         """Record that a worker begins a turn at time `now` (seconds, of any clock).
@@ -401,7 +414,7 @@ class SampleScheduler:
 
     def list_slowest_workers(self, worker: int) -> list[tuple[int, int]]:
         """List the workers that this one waits for, and their clocks."""
-        return self._clocks.list_slowest_workers(worker, self._running_workers)
+        return self._clocks.list_slowest_workers(worker, self.running_workers)
 
     # ---- which workers make a step, with backup workers
 
@@ -419,7 +432,7 @@ class SampleScheduler:
         self._clocks.check_takes_turns(worker)
         arrivals, running = (
             self._first_arrivals.setdefault(optimizer, FirstArrivals(optimizer)),
-            self._running_workers,
+            self.running_workers,
         )
         return arrivals.record_arrival(
             worker,
@@ -444,7 +457,7 @@ class SampleScheduler:
         came = arrivals.get_arrived_workers(step) if gathering is None else gathering.contributions
         return [
             (worker, self.clocks[worker])
-            for worker in sorted(self._running_workers)
+            for worker in sorted(self.running_workers)
             if worker not in came
         ]
 
@@ -494,14 +507,14 @@ class SampleScheduler:
             for other in one.waiting_workers
         }
         absent = (
-            self._running_workers - self._held_workers - elsewhere - gathering.contributions.keys()
+            self.running_workers - self._held_workers - elsewhere - gathering.contributions.keys()
         )
         if gathering.release_if_late(worker, absent if part else (), now):
             self._clocks.leave_step_open(optimizer, worker)
             return OpenStep(gathering.steps_made)
         gathering.next_check = math.inf
         if not self._clocks.are_all_blocked(
-            gathering.contributions, self._running_workers, bound
+            gathering.contributions, self.running_workers, bound
         ) and not gathering.is_awaiting_workers(absent, now):
             step = gathering.make_step(absent)
             self._clocks.record_step(optimizer, step.contributions)

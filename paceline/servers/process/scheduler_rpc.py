@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.errors import UsageError
@@ -29,6 +29,7 @@ class SchedulerRpc:
 
     def __init__(self) -> None:
         self.scheduler = SampleScheduler()
+        self._loss_listeners: list[Callable[[set[int]], None]] = []
         self.handlers: Handlers = {
             samples.DealSamples: self._deal_samples,
             samples.TakeSamples: self._take_samples,
@@ -42,6 +43,10 @@ class SchedulerRpc:
             samples.PostNote: self._post_note,
             samples.LoseWorkers: self._lose_workers,
         }
+
+    def add_loss_listener(self, listener: Callable[[set[int]], None]) -> None:
+        """Call `listener` with the workers that are left after each loss."""
+        self._loss_listeners.append(listener)
 
     def compute_receive_timeout(self, most: float) -> float:
         """Compute the seconds to wait for a message before waiting requests are tried again.
@@ -170,6 +175,8 @@ class SchedulerRpc:
         return samples.Notes(tuple(other for other, _ in notes), tuple(note for _, note in notes))
 
     def _lose_workers(self, worker: int, request: samples.LoseWorkers) -> samples.LostWork:
+        for listener in self._loss_listeners:
+            listener({*request.living})
         steps, undealt = self.scheduler.remove_lost_workers({*request.living})
         return samples.LostWork(tuple(steps), undealt)
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline.codec.auto import auto
-from paceline.codec.codec import Codec, to_codec
+from paceline.codec.codec import Codec, plain, to_codec
 from paceline.codec.coding import Coding, exact
 from paceline.errors import UsageError
 from paceline.formatting import describe_unknown_choice, format_as_call
 from paceline.sync.localsgd.fragment import adaptive
-from paceline.sync.localsgd.outer import Outer, average
+from paceline.sync.localsgd.outer import Outer, average, nesterov
 
 Momentum = Literal["kept", "averaged"]
+DEFAULT_GRACE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class RoundOptions:
     delay: int = 0
     alpha: float = 0.0
     bucket_mb: float = 8.0
+    quorum: float | None = None
+    grace_seconds: float | None = None
 
     __repr__ = format_as_call
 
@@ -67,4 +71,43 @@ class RoundOptions:
         if self.alpha and not self.delay:
             raise UsageError(
                 f"{self!r}: alpha mixes delayed means; give delay too, or leave alpha out"
+            )
+        self._check_quorum()
+
+    @property
+    def longest_grace(self) -> float:
+        """Seconds for which a round with a quorum waits for others."""
+        return DEFAULT_GRACE_SECONDS if self.grace_seconds is None else self.grace_seconds
+
+    def _check_quorum(self) -> None:
+        """Raise `UsageError` for a quorum out of its range, and for options that it excludes."""
+        if self.quorum is None:
+            if self.grace_seconds is not None:
+                raise UsageError(
+                    f"{self!r}: grace_seconds is the wait for late workers once a quorum has "
+                    "come; give quorum too, or leave grace_seconds out"
+                )
+            return
+        if not 0 < self.quorum <= 1:
+            raise UsageError(
+                f"quorum={self.quorum} is no part of the workers; give more than 0 and at most 1, "
+                "e.g. quorum=0.8"
+            )
+        if not 0 <= self.longest_grace < math.inf:
+            raise UsageError(
+                f"grace_seconds={self.grace_seconds} is no time to wait; give 0 or more seconds"
+            )
+        excluded = {
+            "every=adaptive(...)": isinstance(self.every, adaptive),
+            "codec": not isinstance(to_codec(self.codec), plain),
+            "momentum='averaged'": self.momentum != "kept",
+            "after": bool(self.after),
+            "fragments": self.fragments != 1,
+            "delay": bool(self.delay),
+            "an outer optimizer of your own": not isinstance(self.outer, average | nesterov),
+        }
+        if others := [name for name, is_given in excluded.items() if is_given]:
+            raise UsageError(
+                f"{self!r}: rounds with a quorum send whole changes to a server, each worker at "
+                f"its own pace; leave out {' and '.join(others)}, or quorum"
             )

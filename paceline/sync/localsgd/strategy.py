@@ -25,7 +25,7 @@ from paceline.comm.bucket_layout import scale_copy
 from paceline.errors import UsageError
 from paceline.formatting import format_as_call
 from paceline.sync.allreduce import AllReduce
-from paceline.sync.base import Slot, check_strategy
+from paceline.sync.base import Slot, Sync, check_strategy
 from paceline.sync.context import SyncContext, rescale_to_part
 from paceline.sync.localsgd.fragment import adaptive
 from paceline.sync.localsgd.options import RoundOptions
@@ -56,6 +56,12 @@ class LocalSGD(RoundOptions):
         alpha: Weight of the worker's own values when a mean comes in: x = alpha x + (1 - alpha)
             mean. Default: 0.
         bucket_mb: Size of a bucket in MB. Default: 8.
+        quorum: Part of the running workers whose changes close a round, such as 0.8 (decoupled
+            DiLoCo, arXiv 2604.21428). Workers then train at their own pace within an epoch: each
+            sends its change after `every` steps of its own, and a late change is in the next round.
+            A server beside the first worker keeps the rounds. Default: all workers, in lockstep.
+        grace_seconds: With `quorum`: seconds for which a round waits for the other workers once it
+            has its quorum. Default: 5.
 
     Raises:
         UsageError: A value is out of its range.
@@ -63,7 +69,19 @@ class LocalSGD(RoundOptions):
 
     __repr__ = format_as_call
 
-    def begin(self, context: SyncContext) -> LocalSGDSync:
+    def begin(self, context: SyncContext) -> Sync:
+        if self.quorum is None:
+            return self.begin_in_lockstep(context)
+        if context.cut_axes or context.begin_quorum is None:
+            raise UsageError(
+                f"{self!r}: rounds with a quorum need whole models and workers that are started "
+                "by a launcher; leave out quorum, or the cut"
+            )
+        sync: Sync = context.begin_quorum(context, self)
+        return sync
+
+    def begin_in_lockstep(self, context: SyncContext) -> LocalSGDSync:
+        """Start rounds of all workers, which are in lockstep."""
         if context.cut_axes and isinstance(self.every, adaptive):
             raise UsageError(
                 f"{self!r}: the drift between replicas differs from part to part of a cut model, "
