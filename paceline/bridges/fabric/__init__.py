@@ -1,0 +1,5 @@
+"""Lightning Fabric on paceline: `Fabric(strategy=PacelineStrategy())`. See docs/bridges/fabric.md."""
+
+from paceline.bridges.fabric.strategy import PacelineStrategy
+
+__all__ = ["PacelineStrategy"]
