@@ -79,6 +79,11 @@ class BridgeRun:
         """Whether the run goes on when workers are lost (`--min-workers`)."""
         return self.place.worker is not None
 
+    @property
+    def has_local_batchnorm(self) -> bool:
+        """Whether BatchNorm layers are asked to keep the statistics of their own worker."""
+        return self._prepared.get("batchnorm") == "local"
+
     def open(self, device: str | None) -> Run:
         """Open the run, unless it is open. Collective.
 

@@ -356,6 +356,35 @@ class ShareLoader:
         """End the epoch after the present turn. All workers call this in the same turn."""
         self._ending = self._open
 
+    def end_turn(self) -> bool:
+        """End the present turn, as the request for the next batch does.
+
+        It is for loops that do something between two batches that must see the step taken. All
+        workers call it in the same turn.
+
+        Returns:
+            Whether the global batch is dealt again next, because the turn has failed.
+        """
+        if self.turn is None:
+            return False
+        self.hooks.end_turn(self)
+        repeats = self._repeats
+        if self._repeats or self._stale:
+            self._move_on()
+        else:
+            self.turn = None
+            self._index += 1
+        return repeats
+
+    def end_epoch(self) -> None:
+        """End the epoch under way without asking for another batch.
+
+        It is for loops that count batches, and stop after the last one. All workers call it at the
+        same place. The next iter() begins the next epoch.
+        """
+        self._round += 1  # the iterator of this epoch must not touch the loader any more
+        self._end_iteration()
+
     def state_dict(self, *, redo: bool = False) -> dict[str, Any]:
         """Position of this loader, the same on every worker: numbers, text and tensors.
 
@@ -437,12 +466,7 @@ class ShareLoader:
                         "a newer iter() of this loader has ended this one: a loader has one "
                         "position, so end a loop before the next one begins"
                     )
-                self.hooks.end_turn(self)
-                if self._repeats or self._stale:
-                    self._move_on()
-                else:
-                    self.turn = None
-                    self._index += 1
+                self.end_turn()
             self._end_iteration()
         finally:
             # The script has left the loop by `break` or an exception. After a newer iter() this

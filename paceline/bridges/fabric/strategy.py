@@ -14,6 +14,12 @@ from torch.utils.data import DataLoader
 
 from paceline.bridges import foreign_values, worker_states
 from paceline.bridges.bridge_run import BridgeRun
+from paceline.bridges.fabric.checks import (
+    check_devices,
+    check_group,
+    choose_start_device,
+    expect_device,
+)
 from paceline.bridges.fabric.library import LIGHTNING
 from paceline.bridges.fabric.loader import FabricLoader
 from paceline.errors import UsageError
@@ -23,8 +29,6 @@ from paceline.sync.base import Strategy as SyncStrategy
 LIGHTNING.check_version()
 
 # what follows needs the library, whose absence is told in one line above
-from lightning.fabric.accelerators.cpu import CPUAccelerator  # noqa: E402
-from lightning.fabric.accelerators.cuda import CUDAAccelerator  # noqa: E402
 from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl  # noqa: E402
 from lightning.fabric.utilities.rank_zero import rank_zero_only  # noqa: E402
 
@@ -98,16 +102,14 @@ class PacelineStrategy(Strategy):
         """Device of this worker's models and batches."""
         if (device := self._bridge.device) is not None:
             return device
-        if isinstance(self.accelerator, CUDAAccelerator):
-            return torch.device("cuda", self.local_rank)
-        return torch.device("cpu")
+        return expect_device(self.accelerator, self.local_rank)
 
     # ---- the run
 
     def setup_environment(self) -> None:
         """Open the run. Collective."""
         check_devices(self, self._bridge)
-        self._bridge.open("cpu" if isinstance(self.accelerator, CPUAccelerator) else None)
+        self._bridge.open(choose_start_device(self.accelerator))
         rank_zero_only.rank = self.global_rank
         super().setup_environment()
 
@@ -254,37 +256,3 @@ class _NoSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Exchange no gradients inside the block, if `enabled`."""
         return self._bridge.run.no_sync() if enabled else contextlib.nullcontext()
-
-
-def check_devices(strategy: Any, bridge: BridgeRun) -> None:
-    """Raise `UsageError` for an accelerator, or a number of devices or nodes, that isn't there.
-
-    Args:
-        strategy: A strategy with `accelerator`, `parallel_devices` and `num_nodes`.
-        bridge: Its run, which need not be open.
-    """
-    accelerator, place = strategy.accelerator, bridge.place
-    if not isinstance(accelerator, CPUAccelerator | CUDAAccelerator):
-        raise UsageError(
-            f"{bridge.library} chose a {type(accelerator).__name__}, and paceline trains on "
-            'processors and CUDA: say accelerator="cpu" or accelerator="cuda"'
-        )
-    devices = len(strategy.parallel_devices or ())
-    # of GPUs, the library counts all that the host has if the script asks for none
-    if isinstance(accelerator, CPUAccelerator) and devices not in (1, place.local_size):
-        raise UsageError(
-            f"devices={devices}, and this host has {place.local_size} workers: leave devices out, "
-            f"and say `paceline run --workers {devices}`"
-        )
-    if strategy.num_nodes not in (1, place.hosts):
-        raise UsageError(
-            f"num_nodes={strategy.num_nodes}, and the workers are on {place.hosts} hosts: leave "
-            f"num_nodes out, and say `paceline run --hosts {strategy.num_nodes}`"
-        )
-
-
-def check_group(group: Any) -> None:
-    """Raise `UsageError` for a process group that doesn't hold all workers."""
-    everyone = torch.distributed.group.WORLD if torch.distributed.is_available() else None
-    if group is not None and group is not everyone:
-        raise UsageError("a group of some workers can't be honoured: leave group out")
