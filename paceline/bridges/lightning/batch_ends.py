@@ -71,7 +71,12 @@ class BatchEnds(Callback):
 
 
 def _end_turns(loop: Any) -> None:
-    """End the turn of each loader that an evaluation has under way."""
+    """End the turns of an evaluation's batch, and the epoch of each loader that is through."""
     for loader in reversed(loop._combined_loader.flattened):
-        if isinstance(loader, LightningLoader):
-            loader.shares.end_turn()
+        if not isinstance(loader, LightningLoader):
+            continue
+        # loaders one after the other: an earlier one was left after its last batch
+        is_through = loader.shares.under_way and loader.shares.turn is None
+        loader.shares.end_turn()
+        if is_through or loop.batch_progress.is_last_batch:
+            loader.shares.end_epoch()

@@ -15,7 +15,7 @@ from paceline.bridges import foreign_values, worker_states
 from paceline.bridges.bridge_run import BridgeRun
 from paceline.bridges.fabric.library import LIGHTNING
 from paceline.errors import UsageError
-from paceline.session.run import Run
+from paceline.session.run import Run, parts_of_run
 from paceline.sync.base import Strategy as SyncStrategy
 
 LIGHTNING.check_version()
@@ -68,6 +68,7 @@ class PacelineStrategy(ParallelStrategy):
         self._loaders: list[tuple[DataLoader[Any], LightningLoader]] = []
         # the entry of the checkpoint that is loaded, until all of it is in use
         self._loaded: dict[str, Any] = {}
+        self._order: dict[str, Any] = {}  # of samples, before the sanity check
         self._collected: dict[str, Any] = {}  # the entry of the checkpoint that is being made
         rank_zero_only.rank = self.global_rank
 
@@ -117,6 +118,7 @@ class PacelineStrategy(ParallelStrategy):
         self._bridge.prepare(self.model, *self.optimizers, *schedulers, *scalers)
         self._batch_ends.join_trainer(trainer)
         count_samples_only(trainer, self._is_ghost)
+        self._note_order()
 
     def model_to_device(self) -> None:
         """Move the model to the device of this worker."""
@@ -203,9 +205,14 @@ class PacelineStrategy(ParallelStrategy):
 
     # ---- the loop
 
+    def _note_order(self) -> None:
+        """Note the order of samples, which Lightning's sanity check must not move."""
+        self._order = dict(parts_of_run(self.run).prepared.order.state_dict())
+
     def on_train_start(self) -> None:
         """Refuse several loaders at once: one loss can't be weighted by shares of two batches."""
         assert self.lightning_module is not None
+        parts_of_run(self.run).prepared.order.load_state_dict(self._order)
         combined = self.lightning_module.trainer.fit_loop._combined_loader
         count = 0 if combined is None else len(combined.flattened)
         if count != 1:
@@ -290,6 +297,7 @@ class PacelineStrategy(ParallelStrategy):
         """Restore optimizers, then the state of the workers."""
         super().load_optimizer_state_dict(checkpoint)
         worker_states.restore_worker_states(self.run, checkpoint.get(worker_states.ENTRY))
+        self._note_order()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
