@@ -10,6 +10,7 @@ the same samples, and their weights have to agree at the end.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -160,7 +161,7 @@ def train_with_lightning(place: Place, own: bool, warmup: int, count: int) -> Tr
     )
     trainer.fit(Module(), loader)
     ends = stopwatch.ends[warmup - 1 :]
-    seconds = [later - earlier for earlier, later in zip(ends, ends[1:], strict=False)]
+    seconds = [later - earlier for earlier, later in itertools.pairwise(ends)]
     return Trained(seconds, sample_weights(model))
 
 
@@ -209,6 +210,7 @@ def launch(variant: str, options: argparse.Namespace, folder: Path) -> Trained:
         capture_output=True,
         text=True,
         timeout=PATIENCE,
+        check=False,
     )
     if ended.returncode or not record.exists():
         raise RuntimeError(f"{variant} failed:\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}")

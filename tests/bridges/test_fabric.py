@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from paceline.errors import DataError, UsageError
 from tests.harness.bridge_workers import fork_workers
-from tests.harness.jobs import Jobs
+from tests.harness.jobs import ROOT, Jobs
 
 pytestmark = pytest.mark.xdist_group("lightning")
 LIBRARY = "lightning.fabric", "paceline.bridges.fabric"
@@ -401,3 +404,17 @@ class TestRefusals:
         assert spec is not None and spec.loader is not None
         with pytest.raises(UsageError, match=r"pip install 'paceline\[lightning\]'"):
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_example(size, tmp_path):
+    """It learns as well with any number of workers."""
+
+    def body(_: int) -> str:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(str(ROOT / "examples" / "bridges" / "fabric.py"), run_name="__main__")
+        return said.getvalue()
+
+    first, *others = fork_workers(size, tmp_path, body, *LIBRARY)
+    assert float(re.findall(r"accuracy (\S+)", first)[-1]) > 0.9 and not any(others), first

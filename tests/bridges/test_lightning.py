@@ -1,10 +1,11 @@
-"""The Lightning Trainer on paceline: losses of one process, logs, checkpoints, losses of workers."""
+"""The Lightning Trainer on paceline: losses, logs and checkpoints, and the loss of workers."""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import io
 import re
-import warnings
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from paceline.errors import DataError, UsageError
 from tests.harness.bridge_workers import fork_workers
-from tests.harness.jobs import Jobs
+from tests.harness.jobs import ROOT, Jobs
 
 pytestmark = pytest.mark.xdist_group("lightning")
 LIBRARY = "lightning.pytorch", "paceline.bridges.lightning", "torch.distributed.nn"
@@ -235,7 +236,9 @@ class TestCheckpoints:
 
             from paceline.bridges.lightning import PacelineStrategy
 
-            saving = ModelCheckpoint(tmp_path / str(epochs), "best", monitor="validated", mode="min")
+            saving = ModelCheckpoint(
+                tmp_path / str(epochs), "best", monitor="validated", mode="min"
+            )
             module = make_module()
             trainer = make_trainer(
                 PacelineStrategy("AllReduce(codec=int8())", seed=3),
@@ -387,7 +390,11 @@ class TestRefusals:
             sampled = DataLoader(data, sampler=DistributedSampler(data, 2, 0))
             cases = [
                 ("2 training loaders", [loader, other], {}),
-                ("reload_dataloaders_every_n_epochs", loader, {"reload_dataloaders_every_n_epochs": 1}),
+                (
+                    "reload_dataloaders_every_n_epochs",
+                    loader,
+                    {"reload_dataloaders_every_n_epochs": 1},
+                ),
                 ("reads a stream without a length one batch ahead", DataLoader(Stream(), 4), {}),
                 ("a Stream in place of a DataLoader", Stream(), {}),
                 ("devices=3, and this host has 2 workers", loader, {"devices": 3}),
@@ -483,3 +490,19 @@ def test_metrics_count_no_ghosts(tmp_path):
     expected = float(make_data().tensors[0][:, 0].sum())
     for found in fork_workers(2, tmp_path, body, *LIBRARY):
         assert found == [pytest.approx(expected, rel=1e-4)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_example(size, tmp_path):
+    """It learns as well with any number of workers."""
+
+    def body(_: int) -> str:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(
+                str(ROOT / "examples" / "bridges" / "lightning_trainer.py"), run_name="__main__"
+            )
+        return said.getvalue()
+
+    first, *others = fork_workers(size, tmp_path, body, *LIBRARY)
+    assert float(re.findall(r"accuracy (\S+)", first)[-1]) > 0.9 and not any(others), first

@@ -33,7 +33,7 @@ from lightning.fabric.strategies.strategy import Strategy, _BackwardSyncControl 
 from lightning.fabric.utilities.rank_zero import rank_zero_only  # noqa: E402
 
 
-class PacelineStrategy(Strategy):
+class FabricStrategy(Strategy):
     """Trains with the workers that `paceline run` or torchrun has started.
 
     >>> fabric = Fabric(strategy=PacelineStrategy(sync="AllReduce(codec=int8())"))
@@ -164,9 +164,10 @@ class PacelineStrategy(Strategy):
         self._bridge.loop.exchange_due_gradients("fabric.clip_gradients")
         if not self._bridge.loop.is_acting:
             return torch.zeros((), device=self.root_device)
-        return super().clip_gradients_norm(
+        norm: Tensor = super().clip_gradients_norm(
             module, optimizer, max_norm, norm_type, error_if_nonfinite
         )
+        return norm
 
     def clip_gradients_value(
         self, module: nn.Module, optimizer: Optimizer, clip_val: float
@@ -207,7 +208,7 @@ class PacelineStrategy(Strategy):
         """Give all workers the value of the worker `src`. Nothing is pickled. Collective."""
         return foreign_values.broadcast_value(self.run, obj, src)
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all workers say yes, or any of them if `all` is false. Collective."""
         yes = int(self.run.sum(int(decision)))
         return yes == self.world_size if all else yes > 0
@@ -219,7 +220,7 @@ class PacelineStrategy(Strategy):
         path: Any,
         state: dict[str, Any],
         storage_options: Any = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write a checkpoint on the first worker, with the state of all workers. Collective."""
         if worker_states.ENTRY in state:
@@ -239,11 +240,9 @@ class PacelineStrategy(Strategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint on each worker, which all read the same file."""
-        remainder = super().load_checkpoint(path, state, strict, weights_only)
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
         if isinstance(state, dict) and state:
-            worker_states.restore_worker_states(
-                self.run, remainder.pop(worker_states.ENTRY, None)
-            )
+            worker_states.restore_worker_states(self.run, remainder.pop(worker_states.ENTRY, None))
         return remainder
 
 

@@ -3,6 +3,6 @@
 See docs/bridges/lightning.md.
 """
 
-from paceline.bridges.lightning.strategy import PacelineStrategy
+from paceline.bridges.lightning.strategy import LightningStrategy as PacelineStrategy
 
 __all__ = ["PacelineStrategy"]

@@ -49,9 +49,7 @@ class SampleResults(_ResultCollection):
     def copy_values(self) -> dict[str, dict[str, Tensor]]:
         """Copy what was logged in this epoch so far."""
         return {
-            key: {
-                name: getattr(metric, name).clone() for name in STATES if hasattr(metric, name)
-            }
+            key: {name: getattr(metric, name).clone() for name in STATES if hasattr(metric, name)}
             for key, metric in self.items()
             if metric.is_tensor
         }

@@ -40,7 +40,7 @@ NAME = "paceline"
 LOADER_ENTRY = "loader"  # of the training loader, in the entry of a checkpoint
 
 
-class PacelineStrategy(ParallelStrategy):
+class LightningStrategy(ParallelStrategy):
     """Trains with the workers that `paceline run` or torchrun has started.
 
     >>> trainer = Trainer(strategy=PacelineStrategy(sync="AllReduce(codec=int8())"))
@@ -96,6 +96,7 @@ class PacelineStrategy(ParallelStrategy):
         """Open the run. Collective."""
         check_devices(self, self._bridge)
         self._bridge.open(choose_start_device(self.accelerator))
+        self._loaded = {}  # of an earlier call
         rank_zero_only.rank = self.global_rank
         super().setup_environment()
 
@@ -261,7 +262,7 @@ class PacelineStrategy(ParallelStrategy):
         """Give all workers the value of the worker `src`. Nothing is pickled. Collective."""
         return foreign_values.broadcast_value(self.run, obj, src) if self._bridge.is_open else obj
 
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all workers say yes, or any of them if `all` is false. Collective."""
         yes = int(self.run.sum(int(decision)))
         return yes == self.world_size if all else yes > 0
@@ -274,7 +275,8 @@ class PacelineStrategy(ParallelStrategy):
         trained = [loader for _, loader in self._loaders if loader.shares.terms.train]
         if trained:
             self._collected[LOADER_ENTRY] = trained[-1].state_dict()
-        return super().lightning_module_state_dict()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        return state
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -289,7 +291,7 @@ class PacelineStrategy(ParallelStrategy):
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint on each worker, which all read the same file."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         self._loaded = dict(checkpoint.get(worker_states.ENTRY) or {})
         return checkpoint
 
@@ -307,4 +309,4 @@ class PacelineStrategy(ParallelStrategy):
         )
 
 
-PacelineStrategy.register_strategies(StrategyRegistry)
+LightningStrategy.register_strategies(StrategyRegistry)
