@@ -54,7 +54,7 @@ BUDGET: dict[str, int] = {
     "codec": 880,
     "comm": 9270,
     "commands": 600,
-    "data": 3220,
+    "data": 3200,
     "elastic": 2000,
     "lab": 2670,
     "loop": 1930,
