@@ -97,6 +97,8 @@ class BridgeRun:
                     f"ParameterServer keeps optimizers on servers, where {self.library} can't save "
                     "them: use another strategy, or a loop of paceline's own"
                 )
+            # Lightning has torchmetrics in memory for purposes of its own
+            parts_of_run(run).hints.expect_metrics()
             self._run = run
         return self._run
 

@@ -120,7 +120,7 @@ def train_plainly(epochs: int = 2, accumulate: int = 1, clip: float | None = Non
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_losses_and_logs_are_those_of_one_process(size, tmp_path):
+def test_losses_and_logs_are_those_of_one_process(size, tmp_path, capfd):
     """Also with `strategy="paceline"`, and with ghosts in the last batches."""
 
     def body(_: int) -> Any:
@@ -145,6 +145,9 @@ def test_losses_and_logs_are_those_of_one_process(size, tmp_path):
             assert logged["validated"] == pytest.approx(validations[place], rel=1e-4)
             assert logged["most"] == size - 1
         assert tested == pytest.approx(validations[-1], rel=1e-4)
+    said = capfd.readouterr().err
+    assert said.count("global batch 7") == 1, "the batch is global, and that is said once"
+    assert "torchmetrics" not in said, "Lightning has it in memory, whether it is used or not"
 
 
 def test_accumulation_clipping_and_shuffling(tmp_path):
