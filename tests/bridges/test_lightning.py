@@ -438,6 +438,24 @@ class TestRefusals:
 
         fork_workers(2, tmp_path, body, *LIBRARY)
 
+    def test_of_a_plateau_that_steps_with_batches(self, tmp_path, monkeypatch):
+        from paceline.bridges.bridge_run import BridgeRun
+
+        def configure_optimizers(self):
+            from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            plateau = ReduceLROnPlateau(optimizer)
+            scheduler = {"scheduler": plateau, "monitor": "loss", "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+        def body(_: int) -> None:
+            module, trainer = make_module(configure_optimizers=configure_optimizers), make_trainer()
+            self.refuse('interval="step"', lambda: trainer.fit(module, make_loaders()[0]))
+
+        monkeypatch.setattr(BridgeRun, "survives", True)
+        fork_workers(1, tmp_path, body, *LIBRARY)
+
     def test_of_a_strategy(self, tmp_path):
         def body(_: int) -> None:
             from paceline.bridges.lightning import PacelineStrategy

@@ -108,6 +108,7 @@ class LightningStrategy(ParallelStrategy):
         # run.prepare refuses them.
         trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
+        self._check_schedulers()
         assert self.model is not None
         schedulers = [
             config.scheduler
@@ -150,6 +151,9 @@ class LightningStrategy(ParallelStrategy):
             raise UsageError(
                 'sync_batchnorm=True and PacelineStrategy(batchnorm="local") don\'t go together'
             )
+
+    def _check_schedulers(self) -> None:
+        """Raise `UsageError` for a scheduler that would step for a batch that is dealt again."""
         if self._bridge.survives and any(
             config.reduce_on_plateau and config.interval == "step"
             for config in self.lr_scheduler_configs
