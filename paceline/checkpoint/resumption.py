@@ -128,6 +128,20 @@ class RunResumption:
         if self._restartable and not self._loop.apart:
             self._records.log.hand_over(self._everyone)
 
+    def continue_at_step(self, steps: int) -> None:
+        """Go on at this number of steps, with a state that was read from elsewhere.
+
+        All workers call it at the same place.
+        """
+        self._has_resumed = True
+        self._loop.go_to_step(steps)
+        self._plan_next_meeting()
+
+    def _plan_next_meeting(self) -> None:
+        # Workers have to meet at the same step. The resumed run may have planned its next meeting
+        # for another one, so they meet after the first new step.
+        self._records.meetings.meet_after_step(self._loop.steps_made + 1)
+
     def _resume_from(self, folders: list[Path], *, named: bool) -> bool:
         """Load the newest checkpoint of the first folder that has one; False if none has."""
         self._has_resumed = True
@@ -138,8 +152,6 @@ class RunResumption:
         path = self._saver.resume_newest(places, named=named)
         if path is None:
             return False
-        # Workers have to meet at the same step. The resumed run may have planned its next meeting
-        # for another one, so they meet after the first new step.
-        self._records.meetings.meet_after_step(self._loop.steps_made + 1)
+        self._plan_next_meeting()
         self._announce(f"resumed from {path} at step {self._loop.steps_made}")
         return True

@@ -238,8 +238,7 @@ class ShareLoader:
         return getattr(self.terms.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self._end_iteration()
-        self._round += 1
+        self.end_epoch()
         if self._left_out:
             self._left_out = False
             return iter(())
@@ -356,6 +355,41 @@ class ShareLoader:
         """End the epoch after the present turn. All workers call this in the same turn."""
         self._ending = self._open
 
+    def end_turn(self) -> bool:
+        """End the present turn, as the request for the next batch does.
+
+        It is for loops that do something between two batches that must see the step taken. All
+        workers call it in the same turn.
+
+        Returns:
+            Whether the global batch is dealt again next, because the turn has failed.
+        """
+        if self.turn is None:
+            return False
+        self.hooks.end_turn(self)
+        repeats, self.turn = self._repeats, None
+        if not repeats:
+            self._index += 1
+        self._stale, self._repeats = self._stale or repeats, False
+        self._deal_again_if_stale()
+        return repeats
+
+    def end_epoch(self) -> None:
+        """End the epoch under way, if there is one, and tell the observer.
+
+        Iterators do so after their last batch. It is also for loops that count batches, and don't
+        ask for another one after the last. All workers call it at the same place.
+        """
+        self._round += 1  # older iterators must not touch the loader any more
+        ended = self._open or self.turn is not None
+        self.ran_through = self._open and self.turn is None
+        if self.turn is not None:
+            self.hooks.end_turn(self)
+        self._end_epoch()
+        self.turn = None
+        if ended:
+            self.hooks.end_epoch(self)
+
     def state_dict(self, *, redo: bool = False) -> dict[str, Any]:
         """Position of this loader, the same on every worker: numbers, text and tensors.
 
@@ -437,13 +471,8 @@ class ShareLoader:
                         "a newer iter() of this loader has ended this one: a loader has one "
                         "position, so end a loop before the next one begins"
                     )
-                self.hooks.end_turn(self)
-                if self._repeats or self._stale:
-                    self._move_on()
-                else:
-                    self.turn = None
-                    self._index += 1
-            self._end_iteration()
+                self.end_turn()
+            self.end_epoch()
         finally:
             # The script has left the loop by `break` or an exception. After a newer iter() this
             # iterator must not touch the loader.
@@ -467,30 +496,10 @@ class ShareLoader:
                 # No worker was lost while the step was dealt. Otherwise deal it again.
                 return step
 
-    def _move_on(self) -> None:
-        """Move to the next step, or to the present one if it is repeated."""
-        self.turn = None
-        if not self._repeats:
-            self._index += 1
-        self._stale = self._stale or self._repeats
-        self._repeats = False
-        self._deal_again_if_stale()
-
     def _deal_again_if_stale(self) -> None:
         if self._stale:
             self._stale = False
             self._pipeline.redeal_step(self._index)
-
-    def _end_iteration(self) -> None:
-        """End the epoch, which was run through or broken off, and notify the observer."""
-        ended = self._open or self.turn is not None
-        self.ran_through = self._open and self.turn is None
-        if self.turn is not None:
-            self.hooks.end_turn(self)
-        self._end_epoch()
-        self.turn = None
-        if ended:
-            self.hooks.end_epoch(self)
 
     def _end_epoch(self) -> None:
         self._repeats = self._stale = self._ending = False

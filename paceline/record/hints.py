@@ -32,6 +32,7 @@ class StartupHints:
         self._prepared, self._loop = prepared, loop
         self._given_hints: set[str] = set()
         self._has_introduced = False
+        self._expects_metrics = False
         self._counts_at_begin = self._count_collectives()
 
     def begin_watching(self) -> None:
@@ -124,9 +125,14 @@ class StartupHints:
 
     # ---- elsewhere
 
+    def expect_metrics(self) -> None:
+        """Take it that metrics are in use by a library that prepares them, and don't hint at it."""
+        self._expects_metrics = True
+
     def hint_at_ghost_metrics(self) -> None:
         """Hint at metrics that count ghosts, when some workers had no samples in a step."""
-        if TORCHMETRICS in sys.modules and not self._prepared.metrics:
+        expected = self._expects_metrics or bool(self._prepared.metrics)
+        if TORCHMETRICS in sys.modules and not expected:
             self._say_once(
                 "some batches have fewer samples than there are workers, who get the first sample "
                 f"once more (a ghost), and {TORCHMETRICS} is in "

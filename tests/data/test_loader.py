@@ -368,6 +368,65 @@ def test_break_ends_the_epoch_for_all():
     assert steps(seen) == plain(alone)[0]
 
 
+def test_a_turn_and_an_epoch_can_be_ended_without_another_batch():
+    """As by loops that count batches: the position is that of the next epoch, as after `for`."""
+
+    def body(group):
+        hooks = Watcher()
+        loader = deal_loader(seeded(count=9, batch=4)(), Agreement(group), hooks=hooks)
+        batches, seen = iter(loader), []
+        for _ in range(len(loader)):
+            seen.append(next(batches).tolist())
+            assert not loader.end_turn() and not loader.end_turn()  # a second call does nothing
+            assert loader.turn is None and loader.under_way
+        loader.end_epoch()
+        assert not loader.under_way and loader.ran_through
+        assert hooks.calls == ["epoch", 0, 1, 2, "end"]
+        state = loader.state_dict()
+        with pytest.raises(DataError, match="newer iter"):
+            next(batches)
+        other = deal_loader(seeded(count=9, batch=4)(), Agreement(group))
+        other.load_state_dict(state)
+        return seen, [batch.tolist() for batch in other]
+
+    class Watcher(NoObserver):
+        def __init__(self):
+            self.calls = []
+
+        def begin_epoch(self, loader):
+            self.calls.append("epoch")
+
+        def begin_turn(self, loader, turn):
+            self.calls.append(turn.index)
+
+        def end_epoch(self, loader):
+            self.calls.append("end")
+
+    parts = spawn(2, body)
+    alone = deal_loader(seeded(count=9, batch=4)(), Agreement(spawn(1, lambda group: group)[0]))
+    for epoch in range(2):
+        expected = [batch.tolist() for batch in alone]
+        found = [a + b for a, b in zip(*(part[epoch] for part in parts), strict=True)]
+        assert found[:2] == expected[:2] and found[2][:1] == expected[2]  # the last has a ghost
+
+
+def test_ending_a_turn_that_has_failed_deals_it_again():
+    class Repeating(NoObserver):
+        def end_turn(self, loader):
+            if loader.turn.index == 1 and not repeated:
+                repeated.append(loader.repeat_turn())
+
+    repeated = []
+    loader = deal_loader(
+        DataLoader(Numbers(9), 4), Agreement(spawn(1, lambda group: group)[0]), hooks=Repeating()
+    )
+    seen = []
+    for batch in loader:
+        seen.append((batch.tolist(), loader.end_turn()))
+    assert [again for _, again in seen] == [False, True, False, False]
+    assert [batch[0] for batch, _ in seen] == [0, 4, 4, 8]
+
+
 def test_an_older_iterator_has_ended():
     (loader,) = spawn(1, lambda group: deal_loader(seeded()(), Agreement(group)))
     old = iter(loader)
