@@ -22,7 +22,11 @@ import runpy
 import sys
 from pathlib import Path
 
-from paceline.session.gloo_replacement import replace_gloo, set_torch_variables
+from paceline.session.gloo_replacement import (
+    announce_programs,
+    replace_gloo,
+    set_torch_variables,
+)
 from paceline.session.registration import register
 
 
@@ -32,6 +36,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: python -m paceline.backend SCRIPT [ARGUMENTS]")
     set_torch_variables()
     replace_gloo()
+    announce_programs()
     sys.argv[:] = arguments
     # As `python SCRIPT` does: modules next to the script can be imported.
     sys.path[0] = str(Path(arguments[0]).resolve().parent)
