@@ -56,6 +56,10 @@ def check_options(options: Mapping[str, Any], environ: Mapping[str, str] = os.en
     for handler in options.get("kwargs_handlers") or ():
         if (why := HANDLERS.get(type(handler).__name__)) is not None:
             raise UsageError(f"kwargs_handlers has {type(handler).__name__}: {why}")
+    for name in ("dynamo_backend", "dynamo_plugin"):
+        backend = getattr(options.get(name), "backend", options.get(name))
+        if str(getattr(backend, "value", backend)).lower() not in ("none", "no"):
+            raise UsageError(f"{name} is not supported: call torch.compile in the script")
     check_loader_options(options.get("dataloader_config"))
 
 
