@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import accelerate
 import torch
 from accelerate.data_loader import SeedableRandomSampler
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -68,7 +69,12 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.run = start(**start_options, **device) if run is None else run
         self._parts = parts_of_run(self.run)
         refusals.check_run(self._parts)
-        self._window_length: int | None = None  # None: by Accelerate's own count
+        # Whether loaders are for training, and the batches of a step, which are read ahead. None:
+        # seen by the models, and by Accelerate's own count.
+        self._loader_use: tuple[bool, int] | None = None
+        self._loader_count = 0
+        self._ignores_turn = False
+        self._find_factor: Callable[[], float] | None = None
         super().__init__(**options)
         self._given: list[Any] = []  # models and optimizers that the run has
         self.run.keep("accelerate", checkpoints.LoopCount(self))
@@ -132,26 +138,28 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         if slice_fn_for_dispatch is not None:
             raise UsageError("slice_fn_for_dispatch belongs to dispatch_batches: leave it out")
         refusals.check_loader_options(self.dataloader_config)
-        loader = self._make_global(data_loader)
+        loader, use = self._make_global(data_loader), self._loader_use
         windows: list[AccumulationWindows] = []
 
         def observe(inner: LoaderObserver) -> AccumulationWindows:
             windows.append(
                 AccumulationWindows(
                     inner,
-                    self._count_window,
-                    reads_ahead=self._window_length is not None,
+                    self._count_window if use is None else lambda: use[1],
+                    reads_ahead=use is not None,
                 )
             )
             return windows[0]
 
         # A process without samples evaluates the first one, as models seldom take 0 rows.
-        given = {"train": None, "pad": True, "shard": None, "cut": None, "init": None}
+        train = None if use is None else use[0]
+        given = {"train": train, "pad": True, "shard": None, "cut": None, "init": None}
         (share,) = self._parts.prepared.prepare(
             (loader,), {**self._prepare_options, **given}, observe=observe
         )
         prepared = PacelineDataLoader(share, windows[0], self._is_training)
-        self.run.keep(f"accelerate.loader{len(self._dataloaders)}", prepared)
+        self.run.keep(f"accelerate.loader{self._loader_count}", prepared)
+        self._loader_count += 1
         self._dataloaders.append(prepared)
         return prepared
 
@@ -176,7 +184,7 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             each
             for each in objects
             if not any(each is other for other in self._given)
-            and not getattr(each, "_is_accelerate_prepared", False)
+            and not isinstance(each, AcceleratedOptimizer)
         ]
         if new:
             self._given += new
@@ -189,17 +197,22 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     # ---- accumulation
 
-    def use_windows(self, length: int) -> None:
-        """Let loaders that are prepared from now on read this number of batches ahead.
+    @contextlib.contextmanager
+    def loaders_for(self, *, training: bool, window: int) -> Iterator[None]:
+        """Prepare loaders in the block whose use is known.
 
-        They are trained on afterwards, and accumulated for one step.
+        Args:
+            training: Whether they are for training.
+            window: Batches that are accumulated for a step, all read before the first is used.
         """
-        self._window_length = length
+        self._loader_use = training, window
+        try:
+            yield
+        finally:
+            self._loader_use = None
 
     def _count_window(self) -> int:
         """Count the batches up to the next step of optimizers."""
-        if self._window_length is not None:
-            return self._window_length
         steps = self.gradient_state.num_steps
         return int(steps - self.step % steps)
 
@@ -210,10 +223,31 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward; gradients become the mean over the global batch, weighted by samples."""
-        loader = self._active_loader
-        factor = 1.0 if loader is None else loader.windows.factor
+        """Run backward; gradients become the mean over the global batch, weighted by samples.
+
+        Raises:
+            UsageError: The loop over the loader began in evaluation mode.
+        """
+        loader, turn = self._active_loader, self.turn
+        if turn is not None and not turn.train:
+            raise UsageError(
+                "backward in a loop that began as an evaluation, as all models were in evaluation "
+                "mode: call model.train() before the loop over the loader"
+            )
+        if self._find_factor is not None:
+            factor = self._find_factor()
+        else:
+            factor = 1.0 if loader is None else loader.windows.factor
         super().backward(loss if factor == 1.0 else loss * factor, **kwargs)
+
+    @contextlib.contextmanager
+    def weigh_loss(self, find_factor: Callable[[], float]) -> Iterator[None]:
+        """Multiply losses in the block by the result of a function, called by `backward`."""
+        self._find_factor = find_factor
+        try:
+            yield
+        finally:
+            self._find_factor = None
 
     @contextlib.contextmanager
     def join_uneven_inputs(
@@ -244,9 +278,19 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return active if isinstance(active, PacelineDataLoader) else None
 
     @property
-    def _turn(self) -> Turn | None:
+    def turn(self) -> Turn | None:
+        """This process's part of the present batch; None outside of loops over loaders."""
         loader = self._active_loader
-        return None if loader is None else loader.turn
+        return None if loader is None or self._ignores_turn else loader.turn
+
+    @contextlib.contextmanager
+    def ignore_turn(self) -> Iterator[None]:
+        """Count all processes alike in the block, also one without samples of the present batch."""
+        self._ignores_turn = True
+        try:
+            yield
+        finally:
+            self._ignores_turn = False
 
     def gather(self, tensor: Any) -> Any:
         """Gather the rows of all processes, which may have different numbers of them.
@@ -257,7 +301,7 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather predictions, labels or objects of the present global batch, each sample once."""
-        turn = self._turn
+        turn = self.turn
         try:
             recursively_apply(lambda each: each, input_data, error_on_other_type=True)
         except TypeError:
@@ -274,7 +318,7 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         return self.gather(recursively_apply(cut, input_data))
 
     def _gather_rows(self, tensor: Tensor) -> Tensor:
-        turn, axis = self._turn, self._parts.axes.slice
+        turn, axis = self.turn, self._parts.axes.slice
         ghost = turn is not None and turn.ghost
         order = None if turn is None else turn.rows
         return collectives.gather_rows(axis.agreement, axis.group, tensor, ghost=ghost, order=order)
@@ -292,7 +336,7 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise UsageError(f"reduce got scale={scale:g}, which is for TPUs: multiply the result")
         if reduction not in ("sum", "mean"):
             return super().reduce(tensor, reduction)
-        turn, axis = self._turn, self._parts.axes.slice
+        turn, axis = self.turn, self._parts.axes.slice
         ghost = turn is not None and turn.ghost
         weight = 1.0 if turn is None else 0.0 if ghost else turn.weight
 

@@ -41,6 +41,7 @@ class PacelineDataLoader:
         self.gradient_state = GradientState()
         self.iteration, self.end_of_dataloader, self.remainder = 0, False, 0
         sampler = share.terms.loader.batch_sampler
+        self._skips_all = False  # the next loop gives no batches
         self._batches = sampler if isinstance(sampler, GlobalBatches) else None
 
     def __getattr__(self, name: str) -> Any:
@@ -75,10 +76,12 @@ class PacelineDataLoader:
     def __iter__(self) -> Iterator[Any]:
         self.set_epoch(self.iteration)
         batches = self._batches
-        # Everything was skipped.
         if batches is not None and batches.offset and not len(batches):
-            self._end_epoch()
-            return
+            self._pass_over_epoch(batches)
+            if self._skips_all:
+                self._skips_all = False
+                self.iteration += 1
+                return
         self.gradient_state._add_dataloader(self)
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled() and self._is_training()):
@@ -92,12 +95,18 @@ class PacelineDataLoader:
         finally:
             self.end_of_dataloader = False
             self.gradient_state._remove_dataloader(self)
-        self._end_epoch()
-
-    def _end_epoch(self) -> None:
+            if batches is not None:
+                batches.offset = 0
         self.iteration += 1
-        if self._batches is not None:
-            self._batches.offset = 0
+
+    def _pass_over_epoch(self, batches: GlobalBatches) -> None:
+        """End an epoch whose samples are all used, so that samplers draw the next order."""
+        # A run takes no epoch without a batch, so the last one is read again, and used by nobody.
+        batches.offset = max(0, len(batches.sampler) - batches.group)  # type: ignore[arg-type]
+        with torch.no_grad():
+            for _ in self.share:
+                pass
+        batches.offset = 0
 
     def skip_batches(self, count: int) -> None:
         """Begin the next loop at batch `count` of the epoch.
@@ -110,13 +119,9 @@ class PacelineDataLoader:
                 "skip_first_batches can't skip batches of a stream, and need not: load_state sets "
                 "its position; iterate over the loader itself"
             )
-        self.load_state_dict(
-            {
-                **self.state_dict(),
-                "position": count * self._batches.group,
-                "iteration": self.iteration,
-            }
-        )
+        if count:
+            self._begin_at(count * self._batches.group)
+            self._skips_all = not len(self._batches)
 
     def state_dict(self) -> dict[str, int]:
         """Position in the epoch; inside of a loop the present batch counts as done."""
@@ -126,29 +131,28 @@ class PacelineDataLoader:
         if self.share.under_way and turn is not None:
             position += (turn.index + 1) * self._batches.group
         over = position > 0 and not self._batches.count_batches(position)
-        return {
-            "iteration": self.iteration + over,
-            "position": 0 if over else position,
-            "group": self._batches.group,
-        }
+        group = self._batches.group
+        return {"iteration": self.iteration + over, "position": position, "group": group}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go to a position, which may come from another number of processes."""
-        if self._batches is None:
-            if state["group"] != self.total_batch_size:
-                raise UsageError(
-                    f"a stream was saved with global batches of {state['group']} samples, and they "
-                    f"have {self.total_batch_size} now: resume with as many processes as before, "
-                    "or use split_batches=True"
-                )
-        else:
-            # The epoch begins anew in the same order, from the saved sample on: its batches may
-            # have another size now.
-            self._batches.offset = state["position"]
-            if state["position"]:
-                begun = self.share.state_dict()
-                self.share.load_state_dict({**begun, "step": 0, "check": 0})
+        if self._batches is not None:
+            self._begin_at(state["position"])
+        elif state["group"] != self.total_batch_size:
+            raise UsageError(
+                f"a stream was saved with global batches of {state['group']} samples, and they "
+                f"have {self.total_batch_size} now: resume with as many processes as before, "
+                "or use split_batches=True"
+            )
         self.iteration = state["iteration"]
+
+    def _begin_at(self, position: int) -> None:
+        """Begin the next loop at a unit of the epoch, whose order stays the same."""
+        # Batches may have another size than before, so the epoch begins anew with this unit.
+        assert self._batches is not None
+        begun = self.share.state_dict()
+        self.share.load_state_dict({**begun, "step": 0, "check": 0})
+        self._batches.offset, self._skips_all = position, False
 
 
 class SkippedDataLoader:
