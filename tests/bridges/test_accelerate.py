@@ -288,6 +288,56 @@ def test_a_checkpoint_goes_on_with_any_number_of_processes(skips: bool, tmp_path
     assert set(load_file(folder / "model.safetensors")) == set(make_model().state_dict())
 
 
+def train_epochs(size: int, folder: Path, first: int, last: int, *, skips: bool) -> Any:
+    """Train in epochs `first` to `last`, and save in the last batch of the last one."""
+    accelerator = PacelineAccelerator(cpu=True, trace="off")
+    model, optimizer, loader, _ = accelerator.prepare(*make_parts(GLOBAL_BATCH // size, 23))
+    if first:
+        accelerator.load_state(str(folder))
+    losses = []
+    for epoch in range(first - skips, last + 1):
+        # a script that has saved the number of its batch leaves all of them out
+        done = skips and epoch == first - 1
+        batches = accelerator.skip_first_batches(loader, len(loader)) if done else loader
+        for x, y in batches:
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+            if epoch == last and accelerator.gradient_state.end_of_dataloader:
+                accelerator.save_state(str(folder))
+    return losses
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_checkpoint_of_the_last_batch_goes_on_with_the_next_epoch(
+    skips: bool, tmp_path: Path
+) -> None:
+    run = functools.partial(train_epochs, folder=tmp_path / "state")
+    (wanted,) = run_workers(1, functools.partial(run, 1, first=0, last=1, skips=False), tmp_path)
+    before = run_workers(2, functools.partial(run, 2, first=0, last=0, skips=False), tmp_path)
+    after = run_workers(3, functools.partial(run, 3, first=1, last=1, skips=skips), tmp_path)
+    assert before[0] + after[0] == pytest.approx(wanted, rel=1e-3)
+
+
+def train_in_evaluation_mode() -> str:
+    accelerator = PacelineAccelerator(cpu=True, trace="off")
+    model, _, loader, _ = accelerator.prepare(*make_parts(2))
+    model.eval()
+    x, y = next(iter(loader))
+    for x, y in loader:
+        with pytest.raises(UsageError) as refused:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+        break
+    return str(refused.value)
+
+
+def test_a_loop_that_begins_as_an_evaluation_trains_nothing(tmp_path: Path) -> None:
+    (said,) = run_workers(1, train_in_evaluation_mode, tmp_path)
+    assert "call model.train() before the loop" in said
+
+
 def name_checkpoints(folder: Path) -> list[str]:
     config = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = PacelineAccelerator(cpu=True, trace="off", project_config=config)

@@ -172,7 +172,8 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
                 data_source=sampler.data_source,
                 replacement=sampler.replacement,
                 num_samples=sampler._num_samples,
-                generator=sampler.generator,
+                # Accelerate's sampler makes one as late as in an epoch, and seeds it in each.
+                generator=torch.Generator() if sampler.generator is None else sampler.generator,
                 data_seed=self.dataloader_config.data_seed,
             )
             assert isinstance(result.batch_sampler, BatchSampler)

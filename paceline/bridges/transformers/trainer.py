@@ -101,7 +101,10 @@ class PacelineMixin:
         # Trainer skips batches of a resumed epoch by this function of Accelerate, which makes a
         # plain loader. If the name is gone, this raises AttributeError.
         with mock.patch.object(trainer_module, "skip_first_batches", SkippedDataLoader):
-            return super()._run_epoch(*arguments, **options)  # type: ignore[misc]
+            result = super()._run_epoch(*arguments, **options)  # type: ignore[misc]
+        # Trainer drops its iterator with the last batch, so that its step is still under way.
+        parts_of_run(self.run).prepared.epochs.end_left()
+        return result
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
