@@ -26,6 +26,7 @@ from paceline.session.gloo_replacement import (
     announce_programs,
     replace_gloo,
     set_torch_variables,
+    use_cpu_in_accelerate,
 )
 from paceline.session.registration import register
 
@@ -37,6 +38,7 @@ def main(arguments: list[str]) -> None:
     set_torch_variables()
     replace_gloo()
     announce_programs()
+    use_cpu_in_accelerate()
     sys.argv[:] = arguments
     # As `python SCRIPT` does: modules next to the script can be imported.
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

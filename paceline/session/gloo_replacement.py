@@ -121,6 +121,15 @@ def set_torch_variables() -> None:
     )
 
 
+def use_cpu_in_accelerate() -> None:
+    """Tell Accelerate, and with it transformers, to use the CPU if there is no GPU.
+
+    Otherwise each of their processes takes itself for the only one.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
 def announce_programs() -> None:
     """Print one line when the script starts workers that are programs of their own.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import accelerate
@@ -24,8 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from paceline.bridges.accelerate import PacelineAccelerator, refusals
 from paceline.errors import CheckpointError, UsageError
-from tests.harness.bridge_workers import run_workers
-from tests.harness.jobs import Jobs
+from tests.harness.torchrun_workers import run_workers
 
 GLOBAL_BATCH = 6
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
@@ -177,7 +177,7 @@ def test_half_precision_computes_in_bfloat16(tmp_path: Path) -> None:
 
 def use_collectives() -> dict[str, Any]:
     set_seed(0)
-    accelerator = PacelineAccelerator(cpu=True, trace="off")
+    accelerator = PacelineAccelerator(trace="off")
     rank = accelerator.process_index
     loader = accelerator.prepare(DataLoader(make_data(7), 2))
     model = accelerator.prepare(make_model())
@@ -445,13 +445,10 @@ def test_environments_of_accelerate_launch_are_looked_at() -> None:
     refusals.check_options({}, {"ACCELERATE_USE_FSDP": "false"})
 
 
-SURVIVING = """
-from paceline.bridges.accelerate import PacelineAccelerator
-PacelineAccelerator(cpu=True)
-"""
-
-
-def test_a_run_that_may_lose_workers_is_refused(job: Jobs) -> None:
-    ended = job.run(SURVIVING, 2, "--min-workers", "1").end()
-    assert ended.code != 0
-    assert "so no worker may be lost: leave out --min-workers" in ended.err
+def test_runs_that_may_change_are_refused() -> None:
+    lasting = SimpleNamespace(survival=None, axes=SimpleNamespace(cut_axes=()))
+    refusals.check_run(lasting)
+    with pytest.raises(UsageError, match="no worker may be lost: leave out --min-workers"):
+        refusals.check_run(SimpleNamespace(**{**vars(lasting), "survival": object()}))
+    with pytest.raises(UsageError, match="leave out --mesh and --cut"):
+        refusals.check_run(SimpleNamespace(survival=None, axes=SimpleNamespace(cut_axes=("t",))))

@@ -21,7 +21,7 @@ from transformers import (
 
 from paceline.bridges.transformers import PacelineTrainer
 from paceline.errors import UsageError
-from tests.harness.bridge_workers import run_workers
+from tests.harness.torchrun_workers import run_workers
 
 GLOBAL_BATCH = 6
 SIZES = pytest.mark.parametrize("size", [1, 2, 3])
@@ -262,6 +262,18 @@ def test_it_stops_early_on_all_processes(tmp_path: Path) -> None:
     # the first evaluation is the best, and two more don't improve it
     assert run_workers(2, functools.partial(stop_early, 2, tmp_path), tmp_path) == [(3, True)] * 2
     assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def refuse_lonely(folder: Path) -> str:
+    arguments = TrainingArguments(output_dir=str(folder), report_to=[])
+    with pytest.raises(UsageError) as refused:
+        PacelineTrainer(model=make_model("regression"), args=arguments, trace="off")
+    return str(refused.value)
+
+
+def test_arguments_that_see_one_process_alone_are_refused(tmp_path: Path) -> None:
+    for said in run_workers(2, functools.partial(refuse_lonely, tmp_path), tmp_path):
+        assert "sees 1 processes, and the run has 2: say TrainingArguments(use_cpu=True)" in said
 
 
 def refuse(options: dict[str, Any], folder: Path) -> str:

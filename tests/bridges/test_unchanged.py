@@ -7,14 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+# Libraries are imported before workers are forked.
+import accelerate  # noqa: F401
+import lightning
+import lightning.fabric  # noqa: F401
 import pytest
 import torch.distributed as dist
+from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 
 from paceline.comm.backend.process_group import GroupBackend
 from paceline.session.gloo_replacement import replace_gloo
 from tests.harness import unchanged_scripts as scripts
-from tests.harness.bridge_workers import run_workers
 from tests.harness.jobs import Jobs
+from tests.harness.torchrun_workers import run_workers
 
 TORCH = [
     scripts.train_toy,
@@ -96,4 +101,4 @@ sys.stdout.write(f"{dist.get_backend()} {len(losses)} losses\\n")
 def test_the_command_gives_them_the_backend(job: Jobs) -> None:
     ended = job.run(WHOLE, 2, "--backend", "paceline").end()
     assert ended.code == 0, ended.err
-    assert ended.out.count("paceline 9 losses") == 2
+    assert ended.out.count("paceline 2 3.0") == 2

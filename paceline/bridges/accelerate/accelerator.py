@@ -33,7 +33,7 @@ START_OPTIONS: Final = (
 PREPARE_OPTIONS: Final = ("loss", "weigh", "cost", "shares", "batchnorm")
 
 
-class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
+class PacelineAccelerator(accelerate.Accelerator):
     """An `Accelerator` whose models are kept equal by a run of paceline, and not by DDP.
 
     >>> accelerator = PacelineAccelerator(sync="AllReduce(codec=int8())")
@@ -57,6 +57,7 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
     def __init__(self, *, run: Run | None = None, **options: Any) -> None:
         refusals.check_options(options)
         start_options = {name: options.pop(name) for name in START_OPTIONS if name in options}
+        self.flag_tensor: Tensor | None = None
         if run is not None and start_options:
             raise UsageError(
                 f"{', '.join(start_options)} belongs to the start of a run, and run= is one that "
@@ -65,10 +66,14 @@ class PacelineAccelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._prepare_options = {name: options.pop(name, None) for name in PREPARE_OPTIONS}
         # Accelerate looks for torchrun's variables.
         set_torch_variables()
-        device = {"device": "cpu"} if options.get("cpu") else {}
-        self.run = start(**start_options, **device) if run is None else run
+        if options.get("cpu"):
+            start_options["device"] = "cpu"
+        self.run = start(**start_options) if run is None else run
         self._parts = parts_of_run(self.run)
         refusals.check_run(self._parts)
+        # Without a GPU, Accelerate takes each process for the only one, unless it is told.
+        if self.run.device.type == "cpu":
+            options["cpu"] = True
         # Whether loaders are for training, and the batches of a step, which are read ahead. None:
         # seen by the models, and by Accelerate's own count.
         self._loader_use: tuple[bool, int] | None = None

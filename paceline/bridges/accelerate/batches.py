@@ -29,13 +29,13 @@ class GlobalBatches(BatchSampler):
     """
 
     def __init__(self, loader: DataLoader[Any], processes: int) -> None:
-        plain = type(loader.batch_sampler) is BatchSampler
-        assert loader.batch_sampler is not None
-        self.sampler = loader.batch_sampler.sampler if plain else loader.batch_sampler
+        given: Any = loader.batch_sampler
+        plain = type(given) is BatchSampler
+        self.sampler: Any = given.sampler if plain else given
         self.drop_last = loader.drop_last
         self.offset = 0
         self._of_samples = plain
-        self.group = processes * (loader.batch_sampler.batch_size if plain else 1)
+        self.group = processes * (given.batch_size if plain else 1)
 
     @property
     def batch_size(self) -> int:  # type: ignore[override]
@@ -43,7 +43,7 @@ class GlobalBatches(BatchSampler):
         return self.group
 
     def __iter__(self) -> Iterator[list[Any]]:
-        units = islice(iter(self.sampler), self.offset, None)
+        units: Iterator[Any] = islice(iter(self.sampler), self.offset, None)
         while batch := list(islice(units, self.group)):
             if self.drop_last and len(batch) < self.group:
                 return
@@ -54,12 +54,13 @@ class GlobalBatches(BatchSampler):
 
     def count_batches(self, offset: int) -> int:
         """Count the global batches from this unit to the end of an epoch."""
-        left = max(0, len(self.sampler) - offset) / self.group  # type: ignore[arg-type]
+        left = max(0, len(self.sampler) - offset) / self.group
         return math.floor(left) if self.drop_last else math.ceil(left)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the script's samplers the number of the epoch."""
-        for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
+        samplers: tuple[Any, ...] = (self.sampler, getattr(self.sampler, "sampler", None))
+        for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 

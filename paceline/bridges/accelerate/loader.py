@@ -61,9 +61,9 @@ class PacelineDataLoader:
     @property
     def total_batch_size(self) -> int:
         """Samples of a global batch (batches, if the script has a batch sampler of its own)."""
-        return int(
-            self.share.terms.loader.batch_size or self.share.terms.loader.batch_sampler.group
-        )
+        if self._batches is not None:
+            return self._batches.group
+        return int(self.share.terms.loader.batch_size or 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the number of the epoch that begins next."""
@@ -102,7 +102,7 @@ class PacelineDataLoader:
     def _pass_over_epoch(self, batches: GlobalBatches) -> None:
         """End an epoch whose samples are all used, so that samplers draw the next order."""
         # A run takes no epoch without a batch, so the last one is read again, and used by nobody.
-        batches.offset = max(0, len(batches.sampler) - batches.group)  # type: ignore[arg-type]
+        batches.offset = max(0, len(batches.sampler) - batches.group)
         with torch.no_grad():
             for _ in self.share:
                 pass

@@ -42,3 +42,18 @@ def check_arguments(arguments: Any) -> None:
             f"this process has {arguments.n_gpu} GPUs, and a worker has one: start the script by "
             "`paceline run`"
         )
+
+
+def check_processes(arguments: Any, size: int) -> None:
+    """Raise `UsageError` if `TrainingArguments` sees another number of processes than the run.
+
+    Args:
+        arguments: The `TrainingArguments`.
+        size: Number of workers of the run.
+    """
+    if arguments.world_size != size:
+        raise UsageError(
+            f"TrainingArguments sees {arguments.world_size} processes, and the run has {size}: say "
+            "TrainingArguments(use_cpu=True) on machines without a GPU, where transformers takes "
+            "each process for the only one"
+        )

@@ -21,7 +21,7 @@ from transformers import trainer as trainer_module
 
 from paceline.bridges.accelerate.accelerator import START_OPTIONS, PacelineAccelerator
 from paceline.bridges.accelerate.loader import SkippedDataLoader
-from paceline.bridges.transformers.arguments import check_arguments
+from paceline.bridges.transformers.arguments import check_arguments, check_processes
 from paceline.data.loader import Turn
 from paceline.errors import UsageError
 from paceline.session.run import Run, parts_of_run
@@ -69,7 +69,11 @@ class PacelineMixin:
             # These are `ddp_` arguments, which are refused if the user has set one.
             options.pop("kwargs_handlers", None)
             device = {"cpu": True} if self.args.device.type == "cpu" else {}
-            return PacelineAccelerator(run=self._run, **self._run_options, **device, **options)
+            accelerator = PacelineAccelerator(
+                run=self._run, **self._run_options, **device, **options
+            )
+            check_processes(self.args, accelerator.run.size)
+            return accelerator
 
         # Trainer makes its accelerator by this name. If it is gone, this raises AttributeError.
         with mock.patch.object(trainer_module, "Accelerator", make):
@@ -206,7 +210,7 @@ class PacelineMixin:
             parts_of_run(self.run).own.load_worker_states(self.run.rank, snapshots)
 
 
-class PacelineTrainer(PacelineMixin, transformers.Trainer):  # type: ignore[misc]
+class PacelineTrainer(PacelineMixin, transformers.Trainer):
     """A `Trainer` whose models are kept equal by a run of paceline.
 
     >>> trainer = PacelineTrainer(model, args, train_dataset=data, sync="AllReduce(codec=int8())")
