@@ -45,10 +45,10 @@ ALLOWED: dict[str, int] = {
 # Lines of code that each folder may have ("." are the files directly in `paceline/`), rounded up to
 # tens. A folder that grows says why in the commit; one that shrinks takes its figure along.
 BUDGET: dict[str, int] = {
-    ".": 1570,
+    ".": 1580,
     "apps": 1450,
     "bench": 770,
-    "bridges": 30,
+    "bridges": 880,
     "checkpoint": 2500,
     "cluster": 7280,
     "codec": 880,
@@ -63,11 +63,11 @@ BUDGET: dict[str, int] = {
     "observe": 4950,
     "parallel": 8930,
     "plan": 3640,
-    "prepare": 2280,
+    "prepare": 2290,
     "record": 4710,
     "replicas": 740,
     "servers": 6760,
-    "session": 2410,
+    "session": 2450,
     "state": 870,
     "status": 260,
     "sync": 4000,

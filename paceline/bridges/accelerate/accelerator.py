@@ -13,10 +13,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from paceline.bridges.accelerate import checkpoints, refusals
-from paceline.bridges.accelerate.batches import make_global_loader
+from paceline.bridges.accelerate.batches import GlobalBatches, make_global_loader
 from paceline.bridges.accelerate.loader import PacelineDataLoader, SkippedDataLoader
 from paceline.bridges.accelerate.windows import AccumulationWindows
 from paceline.data.loader import LoaderObserver, Turn
@@ -56,7 +56,9 @@ class PacelineAccelerator(accelerate.Accelerator):
 
     def __init__(self, *, run: Run | None = None, **options: Any) -> None:
         refusals.check_options(options)
-        start_options = {name: options.pop(name) for name in START_OPTIONS if name in options}
+        start_options: dict[str, Any] = {
+            name: options.pop(name) for name in START_OPTIONS if name in options
+        }
         self.flag_tensor: Tensor | None = None
         if run is not None and start_options:
             raise UsageError(
@@ -181,8 +183,8 @@ class PacelineAccelerator(accelerate.Accelerator):
                 generator=torch.Generator() if sampler.generator is None else sampler.generator,
                 data_seed=self.dataloader_config.data_seed,
             )
-            assert isinstance(result.batch_sampler, BatchSampler)
-            result.batch_sampler.sampler = seeded
+            assert isinstance(result.batch_sampler, GlobalBatches)
+            result.batch_sampler.replace_sampler(seeded)
         return result
 
     def _give_to_run(self, *objects: Any) -> None:
@@ -363,6 +365,10 @@ class PacelineAccelerator(accelerate.Accelerator):
         return True
 
     # ---- checkpoints
+
+    def go_to_batch(self, count: int) -> None:
+        """Go on after this number of batches since the last step of optimizers, as was saved."""
+        self.step = count
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects with the rest; their state is equal on all processes."""

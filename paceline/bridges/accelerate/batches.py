@@ -57,6 +57,14 @@ class GlobalBatches(BatchSampler):
         left = max(0, len(self.sampler) - offset) / self.group
         return math.floor(left) if self.drop_last else math.ceil(left)
 
+    def begin_at(self, offset: int) -> None:
+        """Leave out the units before this one, until another one is set."""
+        self.offset = offset
+
+    def replace_sampler(self, sampler: Any) -> None:
+        """Take units from another sampler."""
+        self.sampler = sampler
+
     def set_epoch(self, epoch: int) -> None:
         """Tell the script's samplers the number of the epoch."""
         samplers: tuple[Any, ...] = (self.sampler, getattr(self.sampler, "sampler", None))

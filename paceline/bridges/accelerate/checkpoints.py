@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import save
 from accelerate.utils.other import clean_state_dict_for_safetensors
@@ -20,9 +20,6 @@ from paceline.checkpoint.saving import SaveRequest
 from paceline.errors import CheckpointError, UsageError
 from paceline.session.run import parts_of_run
 
-if TYPE_CHECKING:
-    from paceline.bridges.accelerate.accelerator import PacelineAccelerator
-
 NO_HOOKS = (
     "hooks of save_state and load_state change the files of Accelerate, and the state is in a "
     "checkpoint of paceline here: use register_for_checkpointing for objects of your own"
@@ -30,9 +27,13 @@ NO_HOOKS = (
 
 
 class LoopCount:
-    """Accelerate's count of batches, by which it knows when a step is due."""
+    """Accelerate's count of batches, by which it knows when a step is due.
 
-    def __init__(self, accelerator: PacelineAccelerator) -> None:
+    Args:
+        accelerator: The `PacelineAccelerator`.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, int]:
@@ -41,11 +42,11 @@ class LoopCount:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Go on from this count."""
-        self._accelerator.step = state["step"]
+        self._accelerator.go_to_batch(state["step"])
 
 
 def save_state(
-    accelerator: PacelineAccelerator,
+    accelerator: Any,
     output_dir: str | None,
     *,
     safe_serialization: bool,
@@ -67,7 +68,7 @@ def save_state(
     return str(folder)
 
 
-def _choose_folder(accelerator: PacelineAccelerator, output_dir: str | None) -> Path:
+def _choose_folder(accelerator: Any, output_dir: str | None) -> Path:
     config = accelerator.project_configuration
     if not config.automatic_checkpoint_naming:
         if output_dir is None:
@@ -95,9 +96,7 @@ def _list_numbered(parent: Path) -> list[Path]:
     return sorted(numbered, key=lambda path: int(path.name.rpartition("_")[2]))
 
 
-def _save_weights(
-    accelerator: PacelineAccelerator, folder: Path, *, safe_serialization: bool
-) -> None:
+def _save_weights(accelerator: Any, folder: Path, *, safe_serialization: bool) -> None:
     for number, model in enumerate(accelerator._models):
         ending = f"_{number}" if number else ""
         state = accelerator.unwrap_model(model).state_dict()
@@ -107,9 +106,7 @@ def _save_weights(
         save(state, str(folder / name), safe_serialization=safe_serialization)
 
 
-def load_state(
-    accelerator: PacelineAccelerator, input_dir: str | None, options: Mapping[str, Any]
-) -> None:
+def load_state(accelerator: Any, input_dir: str | None, options: Mapping[str, Any]) -> None:
     """Load a checkpoint from a folder, or the newest of the project. Collective."""
     if options:
         raise UsageError(

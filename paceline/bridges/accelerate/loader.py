@@ -96,17 +96,17 @@ class PacelineDataLoader:
             self.end_of_dataloader = False
             self.gradient_state._remove_dataloader(self)
             if batches is not None:
-                batches.offset = 0
+                batches.begin_at(0)
         self.iteration += 1
 
     def _pass_over_epoch(self, batches: GlobalBatches) -> None:
         """End an epoch whose samples are all used, so that samplers draw the next order."""
         # A run takes no epoch without a batch, so the last one is read again, and used by nobody.
-        batches.offset = max(0, len(batches.sampler) - batches.group)
+        batches.begin_at(max(0, len(batches.sampler) - batches.group))
         with torch.no_grad():
             for _ in self.share:
                 pass
-        batches.offset = 0
+        batches.begin_at(0)
 
     def skip_batches(self, count: int) -> None:
         """Begin the next loop at batch `count` of the epoch.
@@ -152,7 +152,8 @@ class PacelineDataLoader:
         assert self._batches is not None
         begun = self.share.state_dict()
         self.share.load_state_dict({**begun, "step": 0, "check": 0})
-        self._batches.offset, self._skips_all = position, False
+        self._batches.begin_at(position)
+        self._skips_all = False
 
 
 class SkippedDataLoader:
