@@ -22,7 +22,12 @@ import runpy
 import sys
 from pathlib import Path
 
-from paceline.session.gloo_replacement import replace_gloo, set_torch_variables
+from paceline.session.gloo_replacement import (
+    announce_programs,
+    replace_gloo,
+    set_torch_variables,
+    use_cpu_in_accelerate,
+)
 from paceline.session.registration import register
 
 
@@ -32,6 +37,8 @@ def main(arguments: list[str]) -> None:
         raise SystemExit("usage: python -m paceline.backend SCRIPT [ARGUMENTS]")
     set_torch_variables()
     replace_gloo()
+    announce_programs()
+    use_cpu_in_accelerate()
     sys.argv[:] = arguments
     # As `python SCRIPT` does: modules next to the script can be imported.
     sys.path[0] = str(Path(arguments[0]).resolve().parent)

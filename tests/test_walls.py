@@ -27,6 +27,7 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "FabricStrategy": "has a method for each call of Fabric",
     "LightningStrategy": "has a method for each call of a Trainer",
     "ModelCuts": "keeps what became of each parameter of all cut models",
+    "PacelineAccelerator": "has a method for each call of Accelerate",
     "PipelinedModel": "a module, a schedule and their state in one",
     "Prepared": "has a list for each kind of object of a script",
     "Recovery": "follows a loss from its first sign to the next step",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.cluster.mesh import SAMPLE_AXES
 from paceline.comm.group_protocol import FinishedWork, Op, Work
 from paceline.comm.sample_queue import SampleQueue
 from paceline.data.balance import WorkerSpeeds
-from paceline.data.loader import ShareLoader, deal_loader
+from paceline.data.loader import LoaderObserver, ShareLoader, deal_loader
 from paceline.data.rng import SampleOrder
 from paceline.errors import UsageError
 from paceline.loop import forward_turn
@@ -99,12 +100,20 @@ class Prepared:
         self.order = SampleOrder()
         self.clipping = GradientClipping(loop, cuts, axes, self._remote_steps)
 
-    def prepare(self, objects: tuple[Any, ...], given: dict[str, Any]) -> list[Any]:
+    def prepare(
+        self,
+        objects: tuple[Any, ...],
+        given: dict[str, Any],
+        *,
+        observe: Callable[[LoaderObserver], LoaderObserver] | None = None,
+    ) -> list[Any]:
         """Prepare a script's objects. Collective.
 
         Args:
             objects: Models, optimizers, loaders, schedulers, scalers and metrics.
             given: Options of the call, with None for each one that it leaves out.
+            observe: Makes the observer of the loaders of this call from that of the run, which it
+                has to notify. Default: that of the run.
 
         Returns:
             The objects in their order, with a `ShareLoader` in place of each DataLoader.
@@ -145,7 +154,9 @@ class Prepared:
             self.tables.check_scaler()
         # Loaders are replaced, all other objects stay the same.
         ready = [
-            self._deal_loader(value, self._options.loader_options(value.dataset, options, given))
+            self._deal_loader(
+                value, self._options.loader_options(value.dataset, options, given), observe
+            )
             if kind == "loader"
             else value
             for value, kind in zip(objects, kinds, strict=True)
@@ -379,12 +390,18 @@ class Prepared:
             hooks.follow_forwards(model, loop)
             forward_turn.remember_turns(model, loop)
 
-    def _deal_loader(self, loader: DataLoader[Any], options: dict[str, Any]) -> ShareLoader:
+    def _deal_loader(
+        self,
+        loader: DataLoader[Any],
+        options: dict[str, Any],
+        observe: Callable[[LoaderObserver], LoaderObserver] | None,
+    ) -> ShareLoader:
         tensor_peers.check_options(options, self.axes)
         agreement, say = self.context.agreement, self.context.announce
         move = tensor_peers.compare_batches(make_mover(self._device), self.axes)
         options |= {"sample_queue": self._sample_queue, "speeds": self._speeds, "order": self.order}
-        dealt = deal_loader(loader, agreement, hooks=self.epochs, say=say, move=move, **options)
+        hooks = self.epochs if observe is None else observe(self.epochs)
+        dealt = deal_loader(loader, agreement, hooks=hooks, say=say, move=move, **options)
         self.loaders.append(dealt)
         self._add_part("loader", dealt)
         return dealt

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import spawn
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,10 @@ from paceline.errors import PlaceError
 from paceline.session.registration import NAME, register
 
 SECRET = "PACELINE_SECRET_FD"
+PLACE_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+LAUNCHERS = frozenset(
+    {"torchrun", "accelerate", "torch.distributed.run", "accelerate.commands.launch"}
+)
 
 
 def replace_gloo() -> None:
@@ -112,3 +119,56 @@ def set_torch_variables() -> None:
             for name, value in (ranks | {"MASTER_ADDR": host, "MASTER_PORT": port}).items()
         }
     )
+
+
+def use_cpu_in_accelerate() -> None:
+    """Tell Accelerate, and with it transformers, to use the CPU if there is no GPU.
+
+    Otherwise each of their processes takes itself for the only one.
+    """
+    if not torch.cuda.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
+def announce_programs() -> None:
+    """Print one line when the script starts workers that are programs of their own.
+
+    multiprocessing hands the replacement on to its children. A program that is started by its name
+    begins without it, and its groups are Gloo's.
+    """
+    announced: list[str] = []
+
+    def hear(event: str, details: tuple[Any, ...]) -> None:
+        if event != "subprocess.Popen" or announced:
+            return
+        _, command, _, environment = details
+        if is_worker_program(command, environment):
+            announced.append(" ".join(map(os.fsdecode, command)))
+            print(
+                "paceline: this script starts workers as programs of their own, and they get Gloo: "
+                f"{announced[0]}; let paceline run start the workers (--workers N), or put "
+                "`-m paceline.backend` before the script's name in that command",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    # A hook can't be removed, so it belongs to a process that runs a script and nothing else.
+    sys.addaudithook(hear)
+
+
+def is_worker_program(command: Any, environment: Mapping[str, str] | None) -> bool:
+    """Tell whether a command starts workers that don't have this backend.
+
+    It does if it is a launcher of workers, or Python with another place than that of this process.
+    """
+    if isinstance(command, str | bytes) or not isinstance(command, Sequence) or not command:
+        return False
+    words = [os.fsdecode(word) for word in command]
+    if "paceline.backend" in words:
+        return False
+    names = {Path(words[0]).name, *words[1:3]}
+    if names & LAUNCHERS:
+        return True
+    if environment is None or not Path(words[0]).name.startswith("python"):
+        return False
+    return any(environment.get(name) != os.environ.get(name) for name in PLACE_VARIABLES)
