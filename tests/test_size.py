@@ -21,9 +21,10 @@ ALLOWED: dict[str, int] = {
     "paceline/bench/scaling_command.py:scaling": 90,
     "paceline/checkpoint/saving.py:_begin_checkpoint": 70,
     "paceline/checkpoint/saving.py:resume_newest": 60,
-    "paceline/cli.py": 450,
+    "paceline/cli.py": 465,
     "paceline/cli.py:generate": 65,  # a command: a line for each option
-    "paceline/cli.py:run": 75,  # a command: a line for each option
+    "paceline/cli.py:run": 85,  # a command: a line for each option
+    "paceline/cluster/discover.py": 405,
     "paceline/comm/native/control.py:connect_ranks": 55,
     "paceline/comm/native/default_group.py:__init__": 55,
     "paceline/commands/plan.py:plan": 85,
@@ -37,7 +38,8 @@ ALLOWED: dict[str, int] = {
     "paceline/plan/transformers/transformer_cost.py:price_layout": 55,
     "paceline/servers/process/shard.py:close_step": 55,
     "paceline/servers/tables/embedding.py:__init__": 60,
-    "paceline/session/assemble.py": 405,
+    "paceline/session/assemble.py": 430,
+    "paceline/session/assemble.py:_order_observers": 55,
     "paceline/session/start.py:start": 60,
 }
 
@@ -45,16 +47,16 @@ ALLOWED: dict[str, int] = {
 # Lines of code that each folder may have ("." are the files directly in `paceline/`), rounded up to
 # tens. A folder that grows says why in the commit; one that shrinks takes its figure along.
 BUDGET: dict[str, int] = {
-    ".": 1570,
+    ".": 1620,
     "apps": 1450,
     "bench": 770,
-    "bridges": 30,
-    "checkpoint": 2500,
-    "cluster": 7280,
+    "bridges": 1800,
+    "checkpoint": 2520,
+    "cluster": 7460,
     "codec": 880,
     "comm": 9280,
-    "commands": 830,
-    "data": 3210,
+    "commands": 890,
+    "data": 3280,
     "elastic": 2000,
     "lab": 2670,
     "loop": 1930,
@@ -62,15 +64,15 @@ BUDGET: dict[str, int] = {
     "notebook": 540,
     "observe": 4980,
     "parallel": 8940,
-    "plan": 4320,
-    "prepare": 2280,
+    "plan": 4330,
+    "prepare": 2300,
     "record": 4710,
     "replicas": 740,
-    "servers": 6760,
-    "session": 2410,
+    "servers": 7240,
+    "session": 2570,
     "state": 870,
     "status": 260,
-    "sync": 4000,
+    "sync": 4060,
     "unequal": 2410,
     "workers": 400,
 }
