@@ -1,6 +1,6 @@
 """An Accelerate script on paceline: the batch size is that of one process.
 
-paceline run --workers 2 examples/bridges/accelerate_loop.py
+Run it with `paceline run --workers 2 examples/bridges/accelerate_loop.py`.
 """
 
 import sys

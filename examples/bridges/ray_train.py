@@ -1,6 +1,6 @@
 """Train under Ray Train, which changes the number of workers while training goes on.
 
-python ray_train.py --workers 2 4
+Run it with `python examples/bridges/ray_train.py --workers 2 4`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A language model with the Trainer of transformers, on paceline.
 
-paceline run --workers 2 examples/bridges/transformers_trainer.py
+Run it with `paceline run --workers 2 examples/bridges/transformers_trainer.py`.
 """
 
 import sys

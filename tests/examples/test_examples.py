@@ -145,7 +145,7 @@ def of_bridges() -> set[str]:
     """Examples of bridges that a test in tests/bridges runs: it names the file."""
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "bridges").glob("test_*.py"))
     examples = {name for name in everything() if name.startswith("bridges/")}
-    return {name for name in examples if Path(name).name in tests}
+    return {name for name in examples if Path(name).stem in tests}
 
 
 def count_lines(path: Path) -> int:
