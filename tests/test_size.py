@@ -62,7 +62,7 @@ BUDGET: dict[str, int] = {
     "notebook": 540,
     "observe": 4980,
     "parallel": 8940,
-    "plan": 4320,
+    "plan": 4330,
     "prepare": 2280,
     "record": 4710,
     "replicas": 740,
