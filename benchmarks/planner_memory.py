@@ -95,10 +95,12 @@ def measure_way(
     return peak, statistics.median(seconds[min(3, len(seconds) // 4) :]) * 1e3
 
 
-def compare_model(folder: Path, model: str, steps: int, shown: bool) -> list[Comparison]:
-    """Plan and measure one model."""
+def compare_model(
+    folder: Path, profiles: Path, model: str, steps: int, shown: bool
+) -> list[Comparison]:
+    """Plan and measure one model. Runs go to `folder`."""
     args = ["--model", model, "--batch", str(BATCHES[model])]
-    profile = folder / f"{model}.json"
+    profile = profiles / f"{model}.json"
     if not profile.exists():
         run_paceline("plan", str(SCRIPT), "--workers", "2", "--profile", str(profile), "--", *args)
     answer = run_paceline("plan", str(profile), "--workers", "2", "--json")
@@ -148,11 +150,13 @@ def main() -> None:
     heads += ["predicted ms", "measured ms", "ratio"] if options.seconds else []
     print(f"| {' | '.join(heads)} |\n|{' --- |' * len(heads)}", flush=True)
     with tempfile.TemporaryDirectory(prefix="paceline-memory-") as temporary:
-        folder = options.profiles or Path(temporary)
+        folder = Path(temporary)
         rows = [
             row
             for model in options.models
-            for row in compare_model(folder, model, options.steps, options.seconds)
+            for row in compare_model(
+                folder, options.profiles or folder, model, options.steps, options.seconds
+            )
         ]
     errors = [abs(row.predicted_bytes / row.measured_bytes - 1) for row in rows]
     print(
