@@ -17,7 +17,7 @@ test: .venv/.made
 
 # Bridges to libraries that are too large for .venv have an environment of their own.
 test-bridges: .venv-bridges/.made
-	.venv-bridges/bin/python -m pytest -q -m bridges -n 2 $(PYTEST_ARGS)
+	.venv-bridges/bin/python -m pytest -q -m bridges -n 2 $(PYTEST_ARGS) tests/bridges
 
 .venv-bridges/.made: pyproject.toml constraints.txt $(NATIVE)
 	test -x .venv-bridges/bin/python || $(PYTHON) -m venv .venv-bridges
