@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     ".": 1570,
     "apps": 1450,
     "bench": 770,
-    "bridges": 810,
+    "bridges": 840,
     "checkpoint": 2510,
     "cluster": 7280,
     "codec": 880,
