@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.data.serialization import pack_value, unpack_value
 from paceline.errors import UsageError
+from paceline.loop import collectives
 from paceline.session.run import Run, parts_of_run
 
 OPERATIONS: Final = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
@@ -30,17 +31,16 @@ def parse_operation(operation: Any) -> str:
     return OPERATIONS[text]
 
 
-def reduce_value(run: Run, x: Any, operation: Any, *, weight: float | None = None) -> Any:
+def reduce_value(run: Run, x: Any, operation: Any, *, of_batch: bool = True) -> Any:
     """Reduce a tensor or a number over all workers. Collective.
-
-    Workers without samples (ghosts) are left out inside the loop over a loader.
 
     Args:
         run: The run.
         x: A tensor of the same shape on all workers, or a number.
         operation: As of `parse_operation`.
-        weight: Weight of this worker in a mean. Default: its samples inside the loop over a loader,
-            else 1.
+        of_batch: Whether `x` belongs to the present batch of the loop over a loader, if there is
+            one. A mean is then weighted by samples, and workers without samples (ghosts) are left
+            out. Otherwise workers count alike. Default: True.
 
     Returns:
         A tensor for a tensor, else a number.
@@ -49,12 +49,22 @@ def reduce_value(run: Run, x: Any, operation: Any, *, weight: float | None = Non
     if not isinstance(x, Tensor | int | float):
         raise UsageError(f"a {type(x).__qualname__} can't be reduced: give a tensor or a number")
     if name == "mean":
-        return run.mean(x, weight)
+        return run.mean(x, None if of_batch else 1.0)
     if name == "sum":
-        return run.sum(x)
-    rows = run.gather(torch.as_tensor(x).detach().unsqueeze(0))
+        return run.sum(x) if of_batch else _sum_of_all(run, x)
+    if run.size == 1:
+        return x
+    own = torch.as_tensor(x).detach()
+    rows = run.gather(own.unsqueeze(0)) if of_batch else gather_stacked(run, own)
     extreme = rows.amax(0) if name == "max" else rows.amin(0)
     return extreme if isinstance(x, Tensor) else extreme.item()
+
+
+def _sum_of_all(run: Run, x: Any) -> Any:
+    """Sum over all workers, those without samples in the present batch as well. Collective."""
+    context = parts_of_run(run).axes.slice
+    agreement, group = context.agreement, context.group
+    return agreement.attempt_call(lambda: collectives.sum_values(agreement, group, x, ghost=False))
 
 
 def gather_stacked(run: Run, x: Tensor) -> Tensor:

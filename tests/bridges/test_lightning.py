@@ -527,3 +527,33 @@ def test_the_example(size, tmp_path):
 
     first, *others = fork_workers(size, tmp_path, body, *LIBRARY)
     assert float(re.findall(r"accuracy (\S+)", first)[-1]) > 0.9 and not any(others), first
+
+
+def test_validation_in_the_middle_of_an_epoch_with_several_loaders(tmp_path):
+    """Training isn't changed by it, and each loader's values are those of its own samples."""
+
+    def validation_step(self, batch, index, dataloader_idx=0):
+        self.log("mean", batch[0][:, 0].mean(), sync_dist=True)
+        self.log("count", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+
+    def on_validation_end(self):
+        self.kept.append({name: float(x) for name, x in self.trainer.callback_metrics.items()})
+
+    def body(_: int) -> Any:
+        hooks = {"validation_step": validation_step, "on_validation_end": on_validation_end}
+        module = make_module(**hooks)
+        module.kept = []
+        other = DataLoader(make_data(), 4)
+        options = {"val_check_interval": 2, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+        make_trainer(**options).fit(module, make_loaders()[0], [make_loaders()[1], other])
+        return module.steps, module.kept, flatten(module)
+
+    losses, _, weights = train_plainly()
+    x = make_data().tensors[0][:, 0]
+    for steps, kept, found in fork_workers(3, tmp_path, body, *LIBRARY):
+        assert close(steps, losses) and close(found, weights) and len(kept) == 4
+        for values in kept:
+            assert values["count/dataloader_idx_0"] == 2 * VALIDATED
+            assert values["count/dataloader_idx_1"] == 2 * 4
+            assert values["mean/dataloader_idx_0"] == pytest.approx(float(x[:10].mean()), abs=1e-5)
+            assert values["mean/dataloader_idx_1"] == pytest.approx(float(x[:8].mean()), abs=1e-5)

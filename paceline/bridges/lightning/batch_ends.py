@@ -32,6 +32,13 @@ class BatchEnds(Callback):
     def __init__(self, bridge: BridgeRun) -> None:
         self._bridge = bridge
         self._before: BatchCounts | None = None
+        # Whether a step of the module has begun, and its batch hasn't ended. Values of a whole
+        # epoch may be reduced while the turn of the next loader's first batch is under way.
+        self.in_batch = False
+
+    def begin_batch(self) -> None:
+        """Note that a step of the module begins."""
+        self.in_batch = True
 
     def join_trainer(self, trainer: Any) -> None:
         """Become a callback of the trainer, unless this is one already."""
@@ -49,6 +56,7 @@ class BatchEnds(Callback):
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """End the turn of a training batch, and the epoch with its last batch."""
+        self.in_batch = False
         (loader,) = trainer.fit_loop._combined_loader.flattened
         failed = loader.shares.end_turn()
         rank_zero_only.rank = self._bridge.run.rank  # ranks change when workers are lost
@@ -62,11 +70,13 @@ class BatchEnds(Callback):
 
     def on_validation_batch_end(self, trainer: Any, *_: Any) -> None:
         """End the turn of a validation batch."""
+        self.in_batch = False
         fitting = trainer.state.fn == TrainerFn.FITTING
         _end_turns(trainer.fit_loop.epoch_loop.val_loop if fitting else trainer.validate_loop)
 
     def on_test_batch_end(self, trainer: Any, *_: Any) -> None:
         """End the turn of a test batch."""
+        self.in_batch = False
         _end_turns(trainer.test_loop)
 
 

@@ -210,6 +210,21 @@ class LightningStrategy(ParallelStrategy):
 
     # ---- the loop
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step: what is logged from here on belongs to this batch."""
+        self._batch_ends.begin_batch()
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step: what is logged from here on belongs to this batch."""
+        self._batch_ends.begin_batch()
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's step: what is logged from here on belongs to this batch."""
+        self._batch_ends.begin_batch()
+        return super().test_step(*args, **kwargs)
+
     def _note_order(self) -> None:
         """Note the order of samples, which Lightning's sanity check must not move."""
         self._order = dict(parts_of_run(self.run).prepared.order.state_dict())
@@ -245,7 +260,8 @@ class LightningStrategy(ParallelStrategy):
         A mean of a value of the present batch is weighted by samples.
         """
         check_group(group)
-        return foreign_values.reduce_value(self.run, tensor, reduce_op)
+        of_batch = self._batch_ends.in_batch
+        return foreign_values.reduce_value(self.run, tensor, reduce_op, of_batch=of_batch)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather a tensor of all workers, in a new first dim if there are several. Collective."""
