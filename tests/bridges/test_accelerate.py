@@ -175,6 +175,43 @@ def test_half_precision_computes_in_bfloat16(tmp_path: Path) -> None:
     assert found[0].parameters == found[1].parameters
 
 
+def weigh_samples(batch: Any) -> Tensor:
+    """Weight of each sample, which differs between workers."""
+    return batch[1][:, 0].abs() + 0.1
+
+
+def train_weighted(batch: int) -> list[float]:
+    accelerator = PacelineAccelerator(
+        trace="off", name="mine", weigh=lambda batch: float(weigh_samples(batch).sum())
+    )
+    assert accelerator.run.folder.path.name == "mine"
+    model, _, loader, _ = accelerator.prepare(*make_parts(batch))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), 0.1))
+    for x, y in loader:
+        weights = weigh_samples((x, y))
+        errors = (model(x) - y)[:, 0].square()
+        accelerator.backward((errors * weights).sum() / weights.sum())
+        accelerator.clip_grad_value_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list_values(model)
+
+
+def test_options_of_a_run_are_honoured(tmp_path: Path) -> None:
+    """A loss that is a mean over weights is exact, and so are gradients clipped by value."""
+    model, _, loader, _ = make_parts(GLOBAL_BATCH)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for x, y in loader:
+        weights = weigh_samples((x, y))
+        errors = (model(x) - y)[:, 0].square()
+        ((errors * weights).sum() / weights.sum()).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.2)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_workers(2, functools.partial(train_weighted, 3), tmp_path):
+        assert found == pytest.approx(list_values(model), rel=1e-4, abs=1e-5)
+
+
 def use_collectives() -> dict[str, Any]:
     set_seed(0)
     accelerator = PacelineAccelerator(trace="off")

@@ -56,7 +56,9 @@ def train_by_accelerate() -> list[float]:
                 optimizer.zero_grad()
             losses.append(float(accelerator.reduce(loss.detach(), "mean")))
         accelerator.save_state("state")
+        accelerator.wait_for_everyone()
         accelerator.load_state("state")
+        accelerator.wait_for_everyone()
     losses.append(float(sum(len(accelerator.gather_for_metrics(x)) for x, _ in loader)))
     return losses
 
