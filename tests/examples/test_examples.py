@@ -24,6 +24,7 @@ ELSEWHERE = {"train.py", "surrogate.py", "notebook.ipynb"}
 MANIFESTS = {"slurm.sbatch", "slurm-survive.sbatch", "kubernetes.yaml"}  # test_manifests.py
 # what they import isn't installed
 COMPILED = {"migrations/accelerate_before.py", "migrations/horovod_before.py"}
+BRIDGES = {"bridges/keras_fit.py", "bridges/tensorflow_tape.py"}  # tests/bridges/test_pages.py
 BEFORE = "migrations/ddp_before.py"
 LINES = 80  # of code
 
@@ -143,7 +144,7 @@ def test_every_example_is_tested_and_short():
         f"{name.removeprefix('test_')}.py" for name in vars(TestRuns) if name.startswith("test_")
     }
     names |= {f"migrations/{name}_after.py" for name in ("ddp", "accelerate", "horovod")}
-    assert everything() == names | ELSEWHERE | MANIFESTS | COMPILED | {BEFORE, "README.md"}
+    assert everything() == names | ELSEWHERE | MANIFESTS | COMPILED | BRIDGES | {BEFORE, "README.md"}
     assert [
         name
         for name in sorted(everything() - {"notebook.ipynb"})

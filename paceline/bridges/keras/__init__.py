@@ -6,8 +6,12 @@
 ...     model.fit(train, validation_data=test, epochs=3)
 """
 
-from paceline.bridges.keras.callbacks import Checkpoint, LearningRateWarmup, RunLog
-from paceline.bridges.keras.optimizer import DistributedOptimizer
-from paceline.bridges.keras.preparation import prepare
+from paceline.bridges.foreign import TestedLibrary
+
+TestedLibrary("keras", (3, 15), (3, 15)).check_version()  # before a module imports it
+
+from paceline.bridges.keras.callbacks import Checkpoint, LearningRateWarmup, RunLog  # noqa: E402
+from paceline.bridges.keras.optimizer import DistributedOptimizer  # noqa: E402
+from paceline.bridges.keras.preparation import prepare  # noqa: E402
 
 __all__ = ["Checkpoint", "DistributedOptimizer", "LearningRateWarmup", "RunLog", "prepare"]

@@ -9,22 +9,19 @@ model.fit         loss.backward()     paceline exchanges gradients: p.grad is th
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import torch
 from torch.optim import Optimizer
 
-from paceline.bridges.foreign import TestedLibrary
 from paceline.errors import UsageError
 
-TESTED: Final = TestedLibrary("keras", (3, 15), (3, 15))
 T = TypeVar("T")
 
 
 def check_keras() -> None:
-    """Raise `UsageError` if Keras doesn't run on torch; warn of a version that isn't tested."""
-    TESTED.check_version()
+    """Raise `UsageError` if Keras doesn't run on torch."""
     if (backend := keras.backend.backend()) != "torch":
         raise UsageError(
             f"Keras runs on {backend} here, and paceline.bridges.keras needs torch: set the "
