@@ -144,7 +144,10 @@ def test_every_example_is_tested_and_short():
         f"{name.removeprefix('test_')}.py" for name in vars(TestRuns) if name.startswith("test_")
     }
     names |= {f"migrations/{name}_after.py" for name in ("ddp", "accelerate", "horovod")}
-    assert everything() == names | ELSEWHERE | MANIFESTS | COMPILED | BRIDGES | {BEFORE, "README.md"}
+    assert everything() == names | ELSEWHERE | MANIFESTS | COMPILED | BRIDGES | {
+        BEFORE,
+        "README.md",
+    }
     assert [
         name
         for name in sorted(everything() - {"notebook.ipynb"})

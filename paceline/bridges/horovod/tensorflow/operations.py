@@ -267,15 +267,20 @@ def reduce_slices(
     if not slices:
         return []
     parts = [*(each.values for each in slices), *(each.indices for each in slices)]
+    parts = list(map(tf.convert_to_tensor, parts))
     own_names = [
         None if name is None else f"{name}.{part}"
         for part in ("values", "indices")
         for name in names
     ]
     gathered = gather_tensors(parts, own_names, process_set)
-    count = (process_set.size() or 1) if op == Average else 1
+    count = process_set.size() or 1
     return [
-        tf.IndexedSlices(values / tf.cast(count, values.dtype), indices, each.dense_shape)
+        tf.IndexedSlices(
+            values if op == Sum else values / tf.cast(count, values.dtype),
+            indices,
+            each.dense_shape,
+        )
         for values, indices, each in zip(
             gathered[: len(slices)], gathered[len(slices) :], slices, strict=True
         )

@@ -104,7 +104,11 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Check what can't be honoured, and find the number of steps."""
-        if self._momentum_correction and getattr(self.model.optimizer, "momentum", 0.0):
+        if (
+            self._momentum_correction
+            and hasattr(self.model.optimizer, "momentum")
+            and (self.model.optimizer.momentum)
+        ):
             raise UsageError(
                 "momentum_correction=True can't be honoured, as Keras 3 compiles the momentum of "
                 "an optimizer as a constant: say momentum_correction=False"
