@@ -15,6 +15,7 @@ from tests.harness.jobs import PRELOADED, ROOT, Jobs
 
 pytestmark = pytest.mark.bridges
 HERE = "needs a library of the bridges, which tests/bridges runs"
+TAPE_LOSSES = [0.0, 0.0, 0.0]  # of one process with the whole batches
 PATIENT = 240.0  # seconds: each worker imports a large library
 
 
@@ -61,3 +62,12 @@ def read_losses(job: Jobs, workers: int, *, epochs: int, folder: str) -> list[fl
     ended = job.start(["bash", "-c", line]).end(PATIENT)
     assert ended.code == 0, ended
     return [float(loss) for loss in re.findall(r"\d\.\d{5}\b", ended.out)]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_example_of_tensorflow_has_the_same_losses(job: Jobs, workers: int) -> None:
+    path = ROOT / "examples" / "bridges" / "tensorflow_tape.py"
+    ended = job.program(path, workers).end(PATIENT)
+    assert ended.code == 0, ended
+    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d{5})\b", ended.out)]
+    assert losses == pytest.approx(TAPE_LOSSES, abs=1e-4)

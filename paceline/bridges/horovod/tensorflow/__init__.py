@@ -33,19 +33,6 @@ from paceline.bridges.horovod.tensorflow.gradients import (  # noqa: E402
     DistributedGradientTape,
     DistributedOptimizer,
 )
-from paceline.bridges.horovod.tensorflow.host_arrays import (  # noqa: E402
-    Average,
-    Max,
-    Min,
-    Product,
-    Sum,
-)
-from paceline.bridges.horovod.tensorflow.objects import (  # noqa: E402
-    allgather_object,
-    barrier,
-    broadcast_object,
-    join,
-)
 from paceline.bridges.horovod.tensorflow.operations import (  # noqa: E402
     allgather,
     allreduce,
@@ -53,6 +40,19 @@ from paceline.bridges.horovod.tensorflow.operations import (  # noqa: E402
     broadcast,
     broadcast_variables,
     grouped_allreduce,
+)
+from paceline.bridges.horovod.torch.functions import (  # noqa: E402
+    allgather_object,
+    broadcast_object,
+)
+from paceline.bridges.horovod.torch.mpi_ops import (  # noqa: E402
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    barrier,
+    join,
 )
 
 __all__ = [

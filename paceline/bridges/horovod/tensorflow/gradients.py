@@ -14,12 +14,13 @@ import tensorflow as tf
 
 from paceline.bridges.horovod.common.process_sets import ProcessSet, global_process_set
 from paceline.bridges.horovod.tensorflow.compression import Compression, Compressor
-from paceline.bridges.horovod.tensorflow.host_arrays import Average, Reduction, Sum
+from paceline.bridges.horovod.tensorflow.host_arrays import Reduction
 from paceline.bridges.horovod.tensorflow.operations import (
     check_devices,
     reduce_slices,
     reduce_tensors,
 )
+from paceline.bridges.horovod.torch.mpi_ops import Average, Sum
 from paceline.errors import UsageError
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ def make_exchange(
     Raises `UsageError` for an option that can't be honoured.
     """
     if op not in (Average, Sum):
-        raise UsageError(f"gradients are reduced by Average or Sum, and op is {op}")
+        raise UsageError(f"gradients are reduced by Average or Sum, and op is {op!r}")
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor divides a mean: it needs op=Average")
     strategy = tf.distribute.get_strategy()

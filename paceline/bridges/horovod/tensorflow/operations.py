@@ -15,12 +15,9 @@ import tensorflow as tf
 from paceline.bridges.horovod.common.process_sets import ProcessSet, global_process_set
 from paceline.bridges.horovod.tensorflow import host_arrays
 from paceline.bridges.horovod.tensorflow.compression import Compression, Compressor
-from paceline.bridges.horovod.tensorflow.host_arrays import (
-    Adasum,
-    Average,
-    Reduction,
-    Sum,
-)
+from paceline.bridges.horovod.tensorflow.host_arrays import Reduction
+from paceline.bridges.horovod.torch import mpi_ops
+from paceline.bridges.horovod.torch.mpi_ops import Adasum, Average, ReductionOp, Sum
 from paceline.errors import UsageError
 
 
@@ -42,7 +39,7 @@ def allreduce(  # noqa: PLR0917  in Horovod's order
 
     Args:
         tensor: A tensor, a variable, or `tf.IndexedSlices`, of the same shape on all workers.
-        average: False is `op=Sum`. Default: `op` decides.
+        average: Older form of `op`: True for Average, False for Sum.
         device_dense: Refused unless it is empty: exchanges run on the host.
         device_sparse: As `device_dense`.
         compression: How the tensor is made smaller. Default: it isn't.
@@ -169,11 +166,9 @@ def alltoall(
 # ---- beneath them
 
 
-def choose_op(op: Any, average: bool | None) -> Any:
-    """Choose the reduction of `op` and the older `average`."""
-    if op is not None and average is not None:
-        raise UsageError("give op or average, not both: average=True is op=Average")
-    chosen = op if op is not None else Sum if average is False else Average
+def choose_op(op: Any, average: bool | None) -> ReductionOp:
+    """Choose the reduction of `op` and the older `average`. Raises `UsageError` for Adasum."""
+    chosen = mpi_ops.choose_op(op, average)
     if chosen == Adasum:
         raise UsageError("Adasum is for torch only here: use Average or Sum")
     return chosen
@@ -225,7 +220,7 @@ def reduce_tensors(
 
         def differentiate(*gradients: Any) -> list[Any]:
             if reduction.op not in (Average, Sum):
-                raise UsageError(f"only Average and Sum have a gradient, not {reduction.op}")
+                raise UsageError(f"only Average and Sum have a gradient, not {reduction.op.name}")
             again = [None if name is None else f"{name}.gradient" for name in names]
             return reduce_tensors(list(gradients), again, reduction, compression)
 
@@ -259,11 +254,11 @@ def broadcast_tensors(
 
 
 def reduce_slices(
-    slices: list[Any], names: Sequence[str | None], op: Any, process_set: ProcessSet
+    slices: list[Any], names: Sequence[str | None], op: ReductionOp, process_set: ProcessSet
 ) -> list[Any]:
     """Sum or average sparse tensors: the slices of all workers, one after the other. Collective."""
     if op not in (Average, Sum):
-        raise UsageError(f"tf.IndexedSlices can be summed or averaged, and op is {op}")
+        raise UsageError(f"tf.IndexedSlices can be summed or averaged, and op is {op.name}")
     if not slices:
         return []
     parts = [*(each.values for each in slices), *(each.indices for each in slices)]

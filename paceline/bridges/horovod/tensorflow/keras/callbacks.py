@@ -12,6 +12,7 @@ from paceline.bridges.horovod.common.basics import rank, size
 from paceline.bridges.horovod.common.process_sets import global_process_set
 from paceline.bridges.horovod.tensorflow import host_arrays
 from paceline.bridges.horovod.tensorflow.operations import broadcast_variables
+from paceline.bridges.horovod.torch.mpi_ops import Average
 from paceline.errors import UsageError
 
 
@@ -59,7 +60,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not logs:
             return
         names = sorted(logs)
-        reduction = host_arrays.Reduction(host_arrays.Average, 1.0, 1.0, global_process_set)
+        reduction = host_arrays.Reduction(Average, 1.0, 1.0, global_process_set)
         values = [np.array(float(logs[name])) for name in names]
         means = host_arrays.reduce_arrays(values, [f"metric.{name}" for name in names], reduction)
         logs.update((name, float(mean)) for name, mean in zip(names, means, strict=True))
