@@ -48,7 +48,7 @@ BUDGET: dict[str, int] = {
     ".": 1570,
     "apps": 1450,
     "bench": 770,
-    "bridges": 30,
+    "bridges": 3090,
     "checkpoint": 2500,
     "cluster": 7280,
     "codec": 880,

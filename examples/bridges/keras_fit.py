@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline as pl
-from paceline.bridges.keras import Checkpoint, DistributedOptimizer, RunLog, prepare
+from paceline.bridges.keras import DistributedOptimizer, RunCheckpoint, RunLog, prepare
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=3)
@@ -46,7 +46,7 @@ with pl.start(name="keras_fit") as run:
         validation_data=test,
         initial_epoch=train.epoch,
         epochs=options.epochs,
-        callbacks=[Checkpoint(run), RunLog(run)],
+        callbacks=[RunCheckpoint(run), RunLog(run)],
         verbose=0,
     )
     run.print("val_loss", *[f"{loss:.5f}" for loss in history.history.get("val_loss", [])])

@@ -15,7 +15,6 @@ from tests.harness.jobs import PRELOADED, ROOT, Jobs
 
 pytestmark = pytest.mark.bridges
 HERE = "needs a library of the bridges, which tests/bridges runs"
-TAPE_LOSSES = [0.0, 0.0, 0.0]  # of one process with the whole batches
 PATIENT = 240.0  # seconds: each worker imports a large library
 
 
@@ -64,10 +63,13 @@ def read_losses(job: Jobs, workers: int, *, epochs: int, folder: str) -> list[fl
     return [float(loss) for loss in re.findall(r"\d\.\d{5}\b", ended.out)]
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_example_of_tensorflow_has_the_same_losses(job: Jobs, workers: int) -> None:
+def test_the_example_of_tensorflow_has_the_same_losses(job: Jobs) -> None:
     path = ROOT / "examples" / "bridges" / "tensorflow_tape.py"
-    ended = job.program(path, workers).end(PATIENT)
-    assert ended.code == 0, ended
-    losses = [float(loss) for loss in re.findall(r"loss (\d\.\d{5})\b", ended.out)]
-    assert losses == pytest.approx(TAPE_LOSSES, abs=1e-4)
+    losses = []
+    for workers in (1, 2, 3):
+        ended = job.program(path, workers).end(PATIENT)
+        assert ended.code == 0, ended
+        losses.append([float(loss) for loss in re.findall(r"loss (\d\.\d{5})\b", ended.out)])
+    assert len(losses[0]) == 3 and losses[0][0] > losses[0][2] + 0.1
+    assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+    assert losses[2] == pytest.approx(losses[0], abs=1e-4)

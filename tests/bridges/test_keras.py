@@ -239,7 +239,7 @@ def test_checkpoints_go_on_with_another_number_of_workers(tmp_path: Path) -> Non
             initial_epoch=train.epoch,
             epochs=until,
             verbose=0,
-            callbacks=[bridge.Checkpoint(run)],
+            callbacks=[bridge.RunCheckpoint(run)],
         )
         return train.epoch, done.history, model.get_weights()
 
@@ -257,7 +257,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
         model = make_model(bridge.DistributedOptimizer(optimizer))
         train = bridge.prepare(run, model, training())
         run.resume()
-        model.fit(train, verbose=0, callbacks=[bridge.Checkpoint(run)])
+        model.fit(train, verbose=0, callbacks=[bridge.RunCheckpoint(run)])
 
     runs.workers(1, lambda run: body(run, adam()), folder=tmp_path)
     with pytest.raises(Exception, match="velocity"):
@@ -291,7 +291,7 @@ def test_checkpoints_are_written_every_few_epochs_and_the_best_is_known(tmp_path
     def body(run: Run) -> Any:
         model = make_model(bridge.DistributedOptimizer(adam()))
         train, test = bridge.prepare(run, model, training(), evaluation())
-        saving = bridge.Checkpoint(run, every=2, keep=1, monitor="val_loss")
+        saving = bridge.RunCheckpoint(run, every=2, keep=1, monitor="val_loss")
         model.fit(train, validation_data=test, epochs=5, verbose=0, callbacks=[saving])
         return sorted(path.name for path in run.folder.checkpoints.iterdir())
 
@@ -450,11 +450,11 @@ def test_warm_up_beside_a_schedule_is_refused() -> None:
 def test_a_checkpoint_without_its_metric_is_refused() -> None:
     def body(run: Run) -> None:
         model, train = prepare_with(run)
-        model.fit(train, verbose=0, callbacks=[bridge.Checkpoint(run, monitor="val_loss")])
+        model.fit(train, verbose=0, callbacks=[bridge.RunCheckpoint(run, monitor="val_loss")])
 
     refuse("there is no 'val_loss'", body)
     with pytest.raises(UsageError, match="every=0"):
-        bridge.Checkpoint(None, every=0)  # type: ignore[arg-type]
+        bridge.RunCheckpoint(None, every=0)  # type: ignore[arg-type]
 
 
 def test_metrics_of_all_workers_are_summed_and_not_averaged(

@@ -10,8 +10,8 @@ from paceline.bridges.foreign import TestedLibrary
 
 TestedLibrary("keras", (3, 15), (3, 15)).check_version()  # before a module imports it
 
-from paceline.bridges.keras.callbacks import Checkpoint, LearningRateWarmup, RunLog  # noqa: E402
+from paceline.bridges.keras.callbacks import LearningRateWarmup, RunCheckpoint, RunLog  # noqa: E402
 from paceline.bridges.keras.optimizer import DistributedOptimizer  # noqa: E402
 from paceline.bridges.keras.preparation import prepare  # noqa: E402
 
-__all__ = ["Checkpoint", "DistributedOptimizer", "LearningRateWarmup", "RunLog", "prepare"]
+__all__ = ["DistributedOptimizer", "LearningRateWarmup", "RunCheckpoint", "RunLog", "prepare"]

@@ -11,11 +11,11 @@ from paceline.errors import UsageError
 from paceline.session.run import Run
 
 
-class Checkpoint(keras.callbacks.Callback):
+class RunCheckpoint(keras.callbacks.Callback):
     """Writes a checkpoint of the run at the end of epochs.
 
     >>> resumed = run.resume()
-    >>> model.fit(train, epochs=9, initial_epoch=train.epoch, callbacks=[Checkpoint(run)])
+    >>> model.fit(train, epochs=9, initial_epoch=train.epoch, callbacks=[RunCheckpoint(run)])
 
     It holds the model, the optimizer and the position in the data, and can be resumed by any number
     of workers.

@@ -1,7 +1,7 @@
 """A Keras optimizer as an optimizer of torch, which paceline can prepare, save and resume.
 
 model.fit         loss.backward()     paceline exchanges gradients: p.grad is the mean
-                  optimizer.apply     `_Distributed.apply`
+                  optimizer.apply     `_SteppedInTurn.apply`
                     `KerasSteps.step`   paceline: may it step? (loop/step.py)
                       Keras's apply     clipping, accumulation, averages of weights, the step
 """
@@ -79,7 +79,7 @@ class KerasSteps(Optimizer):
             value.copy_(saved[name])
 
 
-class _Distributed:
+class _SteppedInTurn:
     """What `DistributedOptimizer` puts before the class of a Keras optimizer."""
 
     _paceline_steps: KerasSteps | None
@@ -126,11 +126,11 @@ def DistributedOptimizer(optimizer: T | str) -> T:
             "DistributedOptimizer got a LossScaleOptimizer, which scales the loss by itself: use "
             "the policy mixed_bfloat16, which needs no scale"
         )
-    if not isinstance(own, _Distributed):
+    if not isinstance(own, _SteppedInTurn):
         # Keras writes the module and the name of the class into its files, so both stay.
         kind = type(own)
         body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        object.__setattr__(own, "__class__", type(kind.__name__, (_Distributed, kind), body))
+        object.__setattr__(own, "__class__", type(kind.__name__, (_SteppedInTurn, kind), body))
         object.__setattr__(own, "_paceline_steps", None)
     return own  # type: ignore[no-any-return]
 
@@ -141,7 +141,7 @@ def make_steps(model: Any) -> KerasSteps:
     Raises `UsageError` if the model wasn't compiled with a `DistributedOptimizer`.
     """
     optimizer = getattr(model, "optimizer", None)
-    if not isinstance(optimizer, _Distributed):
+    if not isinstance(optimizer, _SteppedInTurn):
         raise UsageError(
             f"the model was compiled with {type(optimizer).__name__}: write "
             "model.compile(optimizer=DistributedOptimizer(...), ...) before prepare"

@@ -21,7 +21,7 @@ MEANS: Final = ("sum_over_batch_size", "mean")
 OF_LOADERS: Final = "the loaders that prepare returned have the data of all workers"
 
 
-class PrepareOptions(TypedDict, total=False):
+class KerasOptions(TypedDict, total=False):
     """Options of `run.prepare` that hold for Keras, too."""
 
     shares: RequestedShares
@@ -30,7 +30,7 @@ class PrepareOptions(TypedDict, total=False):
 
 
 def prepare(
-    run: Run, model: Any, *loaders: DataLoader[Any], **options: Unpack[PrepareOptions]
+    run: Run, model: Any, *loaders: DataLoader[Any], **options: Unpack[KerasOptions]
 ) -> Any:
     """Prepare a compiled Keras model, and deal its loaders to all workers. Collective.
 

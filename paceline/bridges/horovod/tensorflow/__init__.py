@@ -28,7 +28,7 @@ from paceline.bridges.horovod.common.process_sets import (  # noqa: E402
     global_process_set,
     remove_process_set,
 )
-from paceline.bridges.horovod.tensorflow.compression import Compression  # noqa: E402
+from paceline.bridges.horovod.tensorflow.compression import TensorCompression as Compression  # noqa: E402
 from paceline.bridges.horovod.tensorflow.gradients import (  # noqa: E402
     DistributedGradientTape,
     DistributedOptimizer,

@@ -23,7 +23,7 @@ class Compressor(Protocol):
         ...
 
 
-class NoneCompressor:
+class PlainCompressor:
     """Leaves tensors as they are."""
 
     @staticmethod
@@ -37,7 +37,7 @@ class NoneCompressor:
         return tensor
 
 
-class FP16Compressor:
+class HalfCompressor:
     """Sends float32 and float64 as float16."""
 
     @staticmethod
@@ -53,8 +53,8 @@ class FP16Compressor:
         return tensor if context is None else tf.cast(tensor, context)
 
 
-class Compression:
+class TensorCompression:
     """The compressors: `Compression.none` and `Compression.fp16`."""
 
-    none = NoneCompressor
-    fp16 = FP16Compressor
+    none = PlainCompressor
+    fp16 = HalfCompressor

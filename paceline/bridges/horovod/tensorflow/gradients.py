@@ -13,7 +13,8 @@ import keras
 import tensorflow as tf
 
 from paceline.bridges.horovod.common.process_sets import ProcessSet, global_process_set
-from paceline.bridges.horovod.tensorflow.compression import Compression, Compressor
+from paceline.bridges.horovod.tensorflow.compression import Compressor
+from paceline.bridges.horovod.tensorflow.compression import TensorCompression as Compression
 from paceline.bridges.horovod.tensorflow.host_arrays import Reduction
 from paceline.bridges.horovod.tensorflow.operations import (
     check_devices,
@@ -176,7 +177,7 @@ def DistributedGradientTape(  # noqa: PLR0917  in Horovod's order
     return _Tape(gradtape, exchange)
 
 
-class _Distributed:
+class _ExchangingOptimizer:
     """What `DistributedOptimizer` puts before the class of a Keras optimizer."""
 
     _horovod_exchange: GradientExchange
@@ -248,10 +249,12 @@ def DistributedOptimizer(  # noqa: PLR0917  in Horovod's order
         gradient_predivide_factor=gradient_predivide_factor,
         process_set=process_set,
     )
-    if not isinstance(own, _Distributed):
+    if not isinstance(own, _ExchangingOptimizer):
         # Keras writes the module and the name of the class into its files, so both stay.
         kind = type(own)
         body = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        object.__setattr__(own, "__class__", type(kind.__name__, (_Distributed, kind), body))
+        object.__setattr__(
+            own, "__class__", type(kind.__name__, (_ExchangingOptimizer, kind), body)
+        )
     object.__setattr__(own, "_horovod_exchange", exchange)
     return optimizer

@@ -14,7 +14,8 @@ import tensorflow as tf
 
 from paceline.bridges.horovod.common.process_sets import ProcessSet, global_process_set
 from paceline.bridges.horovod.tensorflow import host_arrays
-from paceline.bridges.horovod.tensorflow.compression import Compression, Compressor
+from paceline.bridges.horovod.tensorflow.compression import Compressor
+from paceline.bridges.horovod.tensorflow.compression import TensorCompression as Compression
 from paceline.bridges.horovod.tensorflow.host_arrays import Reduction
 from paceline.bridges.horovod.torch import mpi_ops
 from paceline.bridges.horovod.torch.mpi_ops import Adasum, Average, ReductionOp, Sum
