@@ -5,3 +5,9 @@
 
 Modules have the names of Horovod's, so that imports in scripts work unchanged.
 """
+
+from __future__ import annotations
+
+from paceline.bridges.horovod.horovodrun import run
+
+__all__ = ["run"]

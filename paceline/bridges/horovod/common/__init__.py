@@ -1,1 +1,1 @@
-"""What Horovod's API has for every framework: the start, the errors, process sets, elastic state."""
+"""Horovod's API without a framework: start, errors, process sets, elastic state."""

@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from paceline.at_exit import call_at_exit
 from paceline.bridges.horovod.common.exceptions import HorovodInternalError
+from paceline.bridges.horovod.common.members import ChangingMembers
 from paceline.bridges.horovod.engine.engine import OperationEngine
 from paceline.bridges.horovod.engine.timeline import OperationTimeline
+from paceline.cluster.control import events
 from paceline.cluster.discover import discover_place
 from paceline.cluster.launcher.output import open_missing_streams
-from paceline.cluster.store import connect_store, discover_hosts
-from paceline.cluster.topology import Topology
+from paceline.cluster.store import connect_store, discover_hosts, make_local_store
+from paceline.cluster.topology import HostRanks, Topology
+from paceline.comm.cancellation import CancelScope
+from paceline.comm.group_protocol import Group
 from paceline.errors import PacelineError, UsageError
 from paceline.workers.groups import WorkerContext, make_group_of_all
 
@@ -35,6 +40,8 @@ class HorovodProcess:
     def __init__(self) -> None:
         self._engine: OperationEngine | None = None
         self._worker: WorkerContext | None = None
+        self._members: ChangingMembers | None = None  # if the job goes on when ranks die
+        self._topology: Topology | None = None
         self._starts = 0
 
     @property
@@ -48,8 +55,8 @@ class HorovodProcess:
     def topology(self) -> Topology:
         """The hosts of the job, with their ranks. `ValueError` before `hvd.init`."""
         assert self.engine is not None
-        assert self._worker is not None
-        return self._worker.cluster
+        assert self._topology is not None
+        return self._topology
 
     @property
     def is_started(self) -> bool:
@@ -67,25 +74,42 @@ class HorovodProcess:
         self.stop()
         if self._worker is None:
             self._worker = _meet_ranks()
-            call_at_exit(self.stop)
+            if self._worker.place.worker is not None:
+                self._members = ChangingMembers(self._worker)
+            call_at_exit(self._leave)
+        worker, group = self._meet_again(self._worker)
+        self._topology = worker.cluster
+        self._engine = OperationEngine(group, deadline=worker.deadline, warn=_print_message)
+        return True
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the job goes on when ranks die."""
+        return self._members is not None
+
+    def has_newer_view(self) -> bool:
+        """Whether other ranks wait to come in, as far as this rank knows."""
+        return self._members is not None and self._members.has_newer_view()
+
+    def _meet_again(self, first: WorkerContext) -> tuple[WorkerContext, Group]:
+        if self._members is not None:
+            return self._members.meet()
         # a job that starts again in the same processes has other keys in the store
         self._starts += 1
-        worker = WorkerContext(
-            self._worker.place,
-            self._worker.store.open_substore(f"horovod{self._starts}"),
-            self._worker.cluster,
-            self._worker.device,
-            self._worker.deadline,
-            _print_message,
-        )
+        store = first.store.open_substore(f"horovod{self._starts}")
+        worker = replace(first, store=store, natives=0, cancel_scope=CancelScope())
         try:
-            group = make_group_of_all(worker)
+            return worker, make_group_of_all(worker)
         except UsageError:
             raise
         except PacelineError as error:
             raise HorovodInternalError(str(error)) from error
-        self._engine = OperationEngine(group, deadline=worker.deadline, warn=_print_message)
-        return True
+
+    def _leave(self) -> None:
+        """End at the exit of the process."""
+        self.stop()
+        if self._members is not None and self._worker is not None:
+            events.report_closed(self._worker.place)
 
     def stop(self) -> None:
         """End the engines of all ranks. `start` may follow."""
@@ -98,6 +122,10 @@ def _meet_ranks() -> WorkerContext:
     open_missing_streams()
     place = discover_place()
     deadline = _DEADLINE_SECONDS if place.deadline is None else place.deadline
+    if place.joining:  # it meets the others in a view
+        alone = Topology((HostRanks(place.hostname, (place.rank,), "127.0.0.1"),))
+        store = make_local_store(place.secret, deadline=deadline)
+        return WorkerContext(place, store, alone, torch.device("cpu"), deadline, _print_message)
     store = connect_store(place, deadline=deadline)
     cluster = discover_hosts(store, place)
     return WorkerContext(place, store, cluster, torch.device("cpu"), deadline, _print_message)

@@ -13,6 +13,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 from paceline.bridges.horovod.common.basics import PROCESS, init, shutdown
 from paceline.bridges.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
@@ -55,8 +57,12 @@ class ElasticState:
 
     def check_host_updates(self) -> None:
         """Raise `HostsUpdatedInterrupt` on all ranks if other ranks wait to come in."""
-        if PROCESS.has_new_view():
-            raise HostsUpdatedInterrupt(skip_sync=False)
+        if PROCESS.is_elastic:
+            news = torch.tensor([int(PROCESS.has_newer_view())], dtype=torch.uint8)
+            # ranks hear of it at different moments
+            agreed = PROCESS.engine.submit("allreduce", [news], name="host updates", op="max")
+            if agreed.wait().tensors[0].item():
+                raise HostsUpdatedInterrupt(skip_sync=False)
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:

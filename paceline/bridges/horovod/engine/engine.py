@@ -216,7 +216,7 @@ class OperationEngine:
             self._end(reason)
 
     def _run_cycle(self) -> tuple[bool, str]:
-        """Run one cycle. Return whether anything is pending, and why the engine ends, if it does."""
+        """Run one cycle. Return whether anything is pending, and why the engine ends: "" if not."""
         group = self._groups[0]
         assert group is not None
         with self._lock:
@@ -243,6 +243,8 @@ class OperationEngine:
                 self._change_groups(decision)
                 self._end_operation(decision.key, OperationResult([]), self._progress)
             elif decision.key.kind == "join":
+                # ranks that joined early have submitted fewer operations without names
+                self._counters.clear()
                 last = torch.tensor(decision.last_joined, dtype=torch.int32)
                 self._end_operation(decision.key, OperationResult([last]), self._progress)
             elif self.rank in decision.ranks:

@@ -52,9 +52,16 @@ class OperationRequest(NamedTuple):
     @classmethod
     def from_wire(cls, fields: Sequence[Any]) -> OperationRequest:
         """Make a request from the lists that msgpack has made of one."""
-        key, dtypes, shapes, *others, numbers = fields
+        key, dtypes, shapes, op, root, prescale, postscale, numbers = fields
         return cls(
-            OperationKey(*key), tuple(dtypes), tuple(map(tuple, shapes)), *others, tuple(numbers)
+            OperationKey(*key),
+            tuple(dtypes),
+            tuple(map(tuple, shapes)),
+            op,
+            root,
+            prescale,
+            postscale,
+            tuple(numbers),
         )
 
 

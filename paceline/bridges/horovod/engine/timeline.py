@@ -25,7 +25,7 @@ class OperationTimeline:
     """
 
     def __init__(self, path: str, *, mark_cycles: bool = False) -> None:
-        self._file = Path(path).open("w", encoding="utf-8")
+        self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115, until `close`
         self._mark_cycles = mark_cycles
         self._begin = time.monotonic()
         self._rows: dict[str, int] = {}

@@ -34,11 +34,11 @@ class _GroupedAllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dense = [grad.contiguous() for grad in grads]
-        return None, None, *_GroupedAllReduce.apply(None, ctx.options, *dense)
+        return None, None, *_call(_GroupedAllReduce, None, ctx.options, *dense)
 
 
 class _GroupedAllGather(torch.autograd.Function):
-    """Each rank gets the sum of the gradients of its rows."""
+    """Each rank gets the mean of the gradients of its rows."""
 
     @staticmethod
     def forward(ctx: Any, name: Any, process_set: ProcessSet, *tensors: Tensor) -> Any:
@@ -50,13 +50,13 @@ class _GroupedAllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         dense, index = [grad.contiguous() for grad in grads], ctx.process_set.rank()
-        sums = grouped_allreduce(dense, op=Sum, process_set=ctx.process_set)
-        own = [total.split(rows)[index] for total, rows in zip(sums, ctx.rows, strict=True)]
+        means = grouped_allreduce(dense, op=Average, process_set=ctx.process_set)
+        own = [mean.split(rows)[index] for mean, rows in zip(means, ctx.rows, strict=True)]
         return None, None, *own
 
 
 class _Broadcast(torch.autograd.Function):
-    """The root gets the sum of all gradients, and the others zeros."""
+    """The root gets the mean of all gradients, and the others zeros."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root: int, name: Any, process_set: ProcessSet) -> Any:
@@ -65,8 +65,8 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        total = allreduce(grads[0].contiguous(), op=Sum, process_set=ctx.process_set)
-        return total if rank() == ctx.root else total * 0, None, None, None
+        mean = allreduce(grads[0].contiguous(), op=Average, process_set=ctx.process_set)
+        return mean if rank() == ctx.root else mean * 0, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -149,7 +149,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """Gather tensors along their first dim, in which ranks may differ. Gradients flow through."""
-    return [*_GroupedAllGather.apply(name, process_set, *tensors)]
+    return [*_call(_GroupedAllGather, name, process_set, *tensors)]
 
 
 def allgather(
@@ -166,7 +166,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """Return the values of rank `root_rank`. Gradients flow through it."""
-    result: Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
+    result: Tensor = _call(_Broadcast, tensor, root_rank, name, process_set)
     return result
 
 
@@ -177,7 +177,7 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Send each rank some rows of a tensor. See `alltoall_async`. Gradients flow through it."""
-    return _AllToAll.apply(tensor, splits, name, process_set)
+    return _call(_AllToAll, tensor, splits, name, process_set)
 
 
 def grouped_reducescatter(
@@ -208,8 +208,13 @@ def _apply_compressed(
     function: Any, tensors: Sequence[Tensor], name: Any, compression: Any, options: Any
 ) -> list[Tensor]:
     compressed = [compression.compress(tensor) for tensor in tensors]
-    reduced = function.apply(name, options, *(tensor for tensor, _ in compressed))
+    reduced = _call(function, name, options, *(tensor for tensor, _ in compressed))
     return [
         compression.decompress(tensor, ctx)
         for tensor, (_, ctx) in zip(reduced, compressed, strict=True)
     ]
+
+
+def _call(function: Any, *args: Any) -> Any:
+    """Call an autograd function; torch has no types for that."""
+    return function.apply(*args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -96,7 +97,8 @@ def allgather_object(
 
 def _pack_object(obj: Any) -> Tensor:
     try:
-        import cloudpickle as pickler  # writes functions and classes of the script, too
+        # it writes functions and classes of the script, too
+        pickler: Any = importlib.import_module("cloudpickle")
     except ImportError:
         pickler = pickle
     return torch.frombuffer(bytearray(pickler.dumps(obj)), dtype=torch.uint8)

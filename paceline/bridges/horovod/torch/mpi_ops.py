@@ -160,7 +160,7 @@ def choose_op(op: Any, average: bool | None) -> ReductionOp:
     return Average if op is None else ReductionOp(op)
 
 
-def submit_tensors(  # noqa: D417
+def submit_tensors(
     kind: str,
     tensors: Sequence[Tensor],
     outputs: Sequence[Tensor] | None = None,
@@ -505,7 +505,9 @@ def grouped_reducescatter_async(
 def _check_scatter_op(op: Any) -> ReductionOp:
     chosen = choose_op(op, None)
     if chosen not in (Average, Sum):
-        raise ValueError(f"reducescatter has no reduction {chosen.name}; use Average or Sum")
+        raise NotImplementedError(
+            f"reducescatter has no reduction {chosen.name}; use Average or Sum"
+        )
     return chosen
 
 

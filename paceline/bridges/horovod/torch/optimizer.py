@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -277,7 +278,7 @@ class AdasumStep:
         return result
 
 
-def DistributedOptimizer(  # noqa: N802, its name in Horovod
+def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Any = None,
     compression: Any = Compression.none,
@@ -322,7 +323,7 @@ def DistributedOptimizer(  # noqa: N802, its name in Horovod
     if combines_changes and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     methods = AdasumStep if combines_changes else DistributedStep
-    kind = type(optimizer.__class__.__name__, (methods, optimizer.__class__), {})
+    kind: Any = type(optimizer.__class__.__name__, (methods, optimizer.__class__), {})
     wrapped = kind.__new__(kind)
     # `step` may be an attribute of the old optimizer: schedulers of the learning rate put it there
     wrapped.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
@@ -387,7 +388,7 @@ def _make_units(params: Sequence[Tensor], groups: int | list[list[Tensor]] | Non
             )
         base, extra = divmod(len(params), groups)
         starts = [i * base + min(i, extra) for i in range(groups + 1)]
-        runs = [tuple(params[a:b]) for a, b in zip(starts, starts[1:], strict=False)]
+        runs = [tuple(params[a:b]) for a, b in pairwise(starts)]
         return [run for run in runs if run]
     listed = [p for group in groups for p in group]
     if not all(isinstance(p, Tensor) for p in listed):
