@@ -133,6 +133,7 @@ def run(
     plan: options.PlanToFollow = None,
     report_to: options.ReportTo = None,
     backend: options.Backend = None,
+    horovod: options.Horovod = False,
     watch: options.Watch = None,
     progress: options.Progress = None,
     quiet: options.Quiet = False,
@@ -166,6 +167,7 @@ def run(
         cluster=cluster,
         report_to=report_to,
         backend=backend,
+        horovod=horovod,
         progress=QUIET if quiet else progress,
     )
     if plan is not None:

@@ -33,6 +33,10 @@ Backend = Annotated[
         help="With 'paceline', scripts that use torch.distributed get paceline instead of Gloo."
     ),
 ]
+Horovod = Annotated[
+    bool,
+    typer.Option("--horovod", help="`import horovod.torch` in the script finds paceline's bridge."),
+]
 Sync = Annotated[
     str | None,
     typer.Option(

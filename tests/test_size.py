@@ -47,12 +47,12 @@ ALLOWED: dict[str, int] = {
 # Lines of code that each folder may have ("." are the files directly in `paceline/`), rounded up to
 # tens. A folder that grows says why in the commit; one that shrinks takes its figure along.
 BUDGET: dict[str, int] = {
-    ".": 1620,
+    ".": 1630,
     "apps": 1450,
     "bench": 770,
-    "bridges": 1800,
+    "bridges": 5150,
     "checkpoint": 2520,
-    "cluster": 7460,
+    "cluster": 7470,
     "codec": 880,
     "comm": 9280,
     "commands": 890,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import re
 import warnings
@@ -20,12 +21,14 @@ class TestedLibrary:
         newest: Last tested version, this one included, such as (2, 6). Patch releases of it count
             as tested.
         extra: The extra of paceline that installs it. Default: the name on PyPI.
+        builds: Other names on PyPI of the same library, such as "tensorflow-cpu". Default: none.
     """
 
     distribution: str
     oldest: tuple[int, ...]
     newest: tuple[int, ...]
     extra: str = ""
+    builds: tuple[str, ...] = ()
 
     def check_version(self) -> tuple[int, ...]:
         """Warn if the installed version is outside of the tested range.
@@ -36,13 +39,12 @@ class TestedLibrary:
         Raises:
             UsageError: The library isn't installed. The message has the line for pip.
         """
-        try:
-            installed = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
+        installed = self._find_version()
+        if installed is None:
             raise UsageError(
                 f"{self.distribution} isn't installed, and this bridge needs it: "
                 f"pip install 'paceline[{self.extra or self.distribution}]'"
-            ) from None
+            )
         version = tuple(int(digits) for digits in re.findall(r"\d+", installed)[:3])
         if not self.oldest <= version or version[: len(self.newest)] > self.newest:
             warnings.warn(
@@ -51,6 +53,12 @@ class TestedLibrary:
                 stacklevel=3,
             )
         return version
+
+    def _find_version(self) -> str | None:
+        for name in (self.distribution, *self.builds):
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                return importlib.metadata.version(name)
+        return None
 
 
 def format_version(version: tuple[int, ...]) -> str:

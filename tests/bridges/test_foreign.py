@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
 import warnings
 
 import pytest
@@ -35,6 +37,32 @@ def test_another_version_is_a_warning_with_the_range(
     assert check(monkeypatch, installed) == [
         f"somelib {installed} is not a version that paceline is tested with (2.5 to 2.6)"
     ]
+
+
+def test_another_build_of_a_library_counts_as_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_version(name: str) -> str:
+        if name != "somelib-cpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "2.6.1"
+
+    monkeypatch.setattr(importlib.metadata, "version", find_version)
+    library = TestedLibrary("somelib", (2, 5), (2, 6), builds=("somelib-gpu", "somelib-cpu"))
+    assert library.check_version() == (2, 6, 1)
+    with pytest.raises(UsageError, match="somelib isn't installed"):
+        TestedLibrary("somelib", (2, 5), (2, 6), builds=("somelib-gpu",)).check_version()
+
+
+@pytest.mark.parametrize(
+    ("module", "library"),
+    [("keras", "keras"), ("horovod.tensorflow", "tensorflow")],
+)
+def test_a_bridge_whose_library_is_missing_says_how_to_install_it(
+    module: str, library: str
+) -> None:
+    if importlib.util.find_spec(library) is not None:
+        pytest.skip(f"{library} is installed here")
+    with pytest.raises(UsageError, match=rf"pip install 'paceline\[{library}\]'"):
+        importlib.import_module(f"paceline.bridges.{module}")
 
 
 def test_a_missing_library_is_an_error_with_the_line_for_pip() -> None:

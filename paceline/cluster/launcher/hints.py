@@ -30,6 +30,7 @@ SEVERAL_WORKERS_OPTIONS = (
     "--servers",
     "--sync",
     "--backend",
+    "--horovod",
     "--mesh",
     "--cut",
     "--straggler",

@@ -65,6 +65,7 @@ _LATER_RANK_STEP = 1000
 _SHARED_OPTIONS = (
     *("hosts", "join", "secret_file", "workers", "sync", "mesh", "cut", "shares", "placement"),
     *("min_workers", "servers", "straggler", "cluster", "report_to", "backend", "name"),
+    "horovod",
 )
 # Open files of any process of a job. Each worker of the job adds more, those of its host most.
 _BASE_DESCRIPTORS = 64

@@ -56,6 +56,7 @@ class LaunchRequest:
         patience: Seconds to wait for another worker or host in the place of one that is gone.
         servers: Number of parameter servers.
         backend: "paceline" for scripts that ask torch.distributed for Gloo. None: they get Gloo.
+        horovod: Whether `import horovod` in the script finds paceline's bridge.
         mesh: Axes of the mesh.
         cut: How the model is divided.
         straggler: What to do about slow workers, one of `STRAGGLERS`.
@@ -92,6 +93,7 @@ class LaunchRequest:
     patience: float = 600.0
     servers: int | None = None
     backend: str | None = None
+    horovod: bool = False
     mesh: str | None = None
     cut: str | None = None
     straggler: str | None = None
@@ -115,6 +117,8 @@ class LaunchRequest:
     def worker_command(self) -> list[str]:
         """Command line of a worker."""
         before = [] if self.backend is None else ["-m", "paceline.backend"]
+        if self.horovod:
+            before = ["-m", "paceline.bridges.horovod"]
         return [sys.executable, *before, self.script, *self.args]
 
 
@@ -167,7 +171,19 @@ def check_request(job: LaunchRequest) -> None:
             "--backend is for scripts that use torch.distributed, which survives no losses: "
             "leave out --min-workers"
         )
+    _check_horovod(job)
     _check_restarts(job)
+
+
+def _check_horovod(job: LaunchRequest) -> None:
+    """Raise `UsageError` for options that a script of Horovod's can't honour."""
+    names = ("backend", "sync", "mesh", "cut", "shares", "servers", "straggler", "cluster")
+    options = [name for name in (*names, "report_to", "plan") if getattr(job, name) is not None]
+    if job.horovod and options:
+        raise UsageError(
+            f"--horovod goes without --{options[0].replace('_', '-')}: a script that uses Horovod's "
+            "API has no run that the option could change"
+        )
 
 
 def _check_hosts(job: LaunchRequest) -> None:

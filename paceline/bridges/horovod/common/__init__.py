@@ -1,0 +1,1 @@
+"""Horovod's API without a framework: start, errors, process sets, elastic state."""
