@@ -34,6 +34,7 @@ MARKS = {  # what is done with a block that isn't simply run: for which reasons
         "needs GPUs",
         "needs Slurm",
         "needs Kubernetes",
+        "needs Ray",
         "needs a library of the bridges, which tests/bridges runs",
         "another launcher, which tests/cluster starts",
         "installs for minutes, as CI does in a fresh clone",
