@@ -1,4 +1,4 @@
-"""Ranks that use Horovod's API, as forks of the process of the tests that torchrun seems to start."""
+"""Ranks that use Horovod's API: forks of the process of the tests, as if by torchrun."""
 
 from __future__ import annotations
 

@@ -181,8 +181,8 @@ def _check_horovod(job: LaunchRequest) -> None:
     options = [name for name in (*names, "report_to", "plan") if getattr(job, name) is not None]
     if job.horovod and options:
         raise UsageError(
-            f"--horovod goes without --{options[0].replace('_', '-')}: a script that uses Horovod's "
-            "API has no run that the option could change"
+            f"--horovod goes without --{options[0].replace('_', '-')}: a script that uses "
+            "Horovod's API has no run that the option could change"
         )
 
 

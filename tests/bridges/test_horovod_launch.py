@@ -1,0 +1,156 @@
+"""Whole jobs of scripts for Horovod: `paceline run --horovod`, `horovodrun`, and real deaths."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.bridges.horovod.horovodrun import make_request, run
+from paceline.cluster.launcher.request import LaunchRequest, check_request
+from paceline.errors import UsageError
+from tests.harness.jobs import ROOT, Jobs, jobs
+
+EXAMPLE = ROOT / "examples" / "bridges" / "horovod.py"
+BEFORE = ROOT / "examples" / "migrations" / "horovod_before.py"
+KILLED = """
+import signal
+import horovod.torch as hvd
+from horovod.torch.mpi_ops import Sum
+
+hvd.init()
+torch.manual_seed(0)
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+victim = hvd.size() == 3 and hvd.rank() == 1 and os.environ.get("PACELINE_JOINING") != "1"
+
+@hvd.elastic.run
+def train(state):
+    print(f"from {state.step} with {hvd.size()}", flush=True)
+    while state.step < 20 or (RESTARTED and hvd.size() < 3):
+        if victim and state.step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+        state.step += 1
+        if state.step % 5 == 0:
+            state.commit()
+            time.sleep(0.05)
+
+state = hvd.elastic.TorchState(model, optimizer, step=0)
+state.register_reset_callbacks([lambda: print(f"now {hvd.size()}", flush=True)])
+train(state)
+hvd.allreduce(torch.ones(1))
+assert len({tuple(w) for w in hvd.allgather_object(model.weight.detach().view(-1).tolist())}) == 1
+print(f"ended with {hvd.size()}", flush=True)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Jobs]:
+    with jobs(tmp_path) as found:
+        yield found
+
+
+def test_the_example(job: Jobs) -> None:
+    ended = job.run(EXAMPLE.read_text(), 2, "--horovod").end()
+    assert ended.code == 0, ended.err
+    match = re.search(r"2 processes: accuracy (\d\.\d+)", ended.out)
+    assert match is not None and float(match[1]) > 0.9
+
+
+def test_the_script_of_the_migration_runs_unchanged(job: Jobs) -> None:
+    ended = job.run(BEFORE.read_text(), 2, "--horovod").end()
+    assert ended.code == 0, ended.err
+    assert "epoch 2: accuracy 0.9" in ended.out
+
+
+def test_a_real_death(job: Jobs) -> None:
+    body = "RESTARTED = False\n" + KILLED
+    ended = job.run(body, 3, "--horovod", "--min-workers", "1").end()
+    assert ended.code == 0, ended.err
+    for line in ("from 0 with 3", "now 2", "from 5 with 2", "ended with 2"):
+        assert line in ended.out
+    assert "rank 1" in ended.err and "SIGKILL" in ended.err
+
+
+def test_another_process_comes_in_for_the_dead_one(job: Jobs) -> None:
+    body = "RESTARTED = True\n" + KILLED
+    ended = job.run(body, 3, "--horovod", "--min-workers", "1", "--restarts", "1").end()
+    assert ended.code == 0, ended.err
+    assert "now 2" in ended.out and "now 3" in ended.out
+    assert ended.out.count("ended with 3") == 3
+
+
+def test_the_modules_are_the_bridge_itself_in_children_too(job: Jobs) -> None:
+    body = """
+import subprocess
+import horovod, horovod.torch, paceline.bridges.horovod.torch as bridge
+from horovod.common.exceptions import HorovodInternalError
+assert horovod.torch is bridge and horovod.run.__module__.startswith("paceline")
+assert issubclass(bridge.HorovodInternalError, HorovodInternalError)
+assert (os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"]) == (str(rank), "2")
+subprocess.run([sys.executable, "-c", "import horovod.torch as hvd; hvd.Average"], check=True)
+try:
+    import horovod.mxnet
+except ModuleNotFoundError:
+    print("no mxnet")
+"""
+    ended = job.run(body, 2, "--horovod").end()
+    assert ended.code == 0, ended.err
+    assert ended.out.count("no mxnet") == 2
+
+
+def test_run_gives_the_results_by_rank() -> None:
+    def multiply(factor: float, *, more: float) -> float:
+        import horovod.torch as hvd  # type: ignore[import-not-found]
+        import torch
+
+        hvd.init()
+        return float(hvd.allreduce(torch.tensor([hvd.rank() * factor + more]), op=hvd.Sum))
+
+    assert run(multiply, args=(2.0,), kwargs={"more": 1.0}, np=2) == [4.0, 4.0]
+
+
+def test_horovodrun_on_the_launcher() -> None:
+    request = make_request(["-np", "3", "-H", "localhost:4", "python", "train.py", "--lr", "1"])
+    assert request.worker_command[1:] == ["-m", "paceline.bridges.horovod", "train.py", "--lr", "1"]
+    assert (request.workers, request.min_workers, request.restarts) == (3, None, 0)
+    request = make_request(
+        ["-np", "3", "--min-np", "2", "--reset-limit", "5", "--start-timeout", "30", "train.py"]
+    )
+    assert (request.min_workers, request.restarts, request.deadline) == (2, 5, 30.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("-np 2 -H other:2 python train.py", "--hosts N --join HOST:PORT"),
+        ("-np 2 -H localhost:1,other:1 python train.py", "--hosts N --join HOST:PORT"),
+        ("-np 2 -H localhost:1 python train.py", "fewer slots"),
+        ("python train.py", "needs -np"),
+        ("-np 2", "needs a Python script"),
+        ("-np 2 --max-np 4 python train.py", "can't be honoured"),
+        ("-np 2 --mpi-args x python train.py", "--mpi-args can't be honoured"),
+        ("-np 2 --autotune python train.py", "--autotune can't be honoured"),
+        ("-np 2 --fusion-threshold-mb 4 python train.py", "can't be honoured"),
+    ],
+)
+def test_horovodrun_refuses_what_it_cannot_do(arguments: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        make_request(arguments.split())
+
+
+def test_run_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(UsageError, match=r"horovod.run\(hosts=...\) can't be honoured"):
+        run(print, hosts="a:1,b:1")
+
+
+def test_options_of_a_run_are_refused() -> None:
+    with pytest.raises(UsageError, match="--horovod goes without --sync"):
+        check_request(LaunchRequest(script=sys.argv[0], horovod=True, sync="AllReduce()"))
