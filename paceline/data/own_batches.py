@@ -99,7 +99,7 @@ def own_batches(
     >>> batches = run.prepare(pl.own_batches(64, steps=1000))
     >>> for share in batches:
     ...     ix = share.draw(lambda generator: torch.randint(900, (64,), generator=generator))
-    ...     x = torch.stack([text[i : i + 100] for i in ix])
+    ...     x = torch.randn(1000, 100)[ix]  # the rows of this worker
 
     It gives shares, not batches. Give it to `run.prepare` in place of a DataLoader. Then the global
     batches are the same with any number of workers.
