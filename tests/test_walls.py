@@ -32,7 +32,7 @@ LARGE_CLASSES: dict[str, str] = {  # class: why it may be large so far
     "Prepared": "has a list for each kind of object of a script",
     "Recovery": "follows a loss from its first sign to the next step",
     "Run": "has every public method",
-    "SampleScheduler": "TODO",
+    "SampleScheduler": "deals samples, keeps clocks, and decides on late gradients",
     "Supervisor": "starts workers, watches them and ends them",
     "TableRpc": "answers each request about tables",
     "_RunAssembly": "builds all parts of a run, in one order",
