@@ -21,7 +21,7 @@ ALLOWED: dict[str, int] = {
     "paceline/bench/scaling_command.py:scaling": 90,
     "paceline/checkpoint/saving.py:_begin_checkpoint": 70,
     "paceline/checkpoint/saving.py:resume_newest": 60,
-    "paceline/cli.py": 450,
+    "paceline/cli.py": 455,
     "paceline/cli.py:generate": 65,  # a command: a line for each option
     "paceline/cli.py:run": 75,  # a command: a line for each option
     "paceline/comm/native/control.py:connect_ranks": 55,
@@ -48,9 +48,9 @@ BUDGET: dict[str, int] = {
     ".": 1570,
     "apps": 1450,
     "bench": 770,
-    "bridges": 30,
+    "bridges": 2310,
     "checkpoint": 2500,
-    "cluster": 7280,
+    "cluster": 7290,
     "codec": 880,
     "comm": 9270,
     "commands": 600,

@@ -89,7 +89,7 @@ COMMANDS = {
     "run": "script args --workers --hosts --join --host-rank --secret-file --threads --interface "
     "--sync --mesh --cut --shares --name"
     " --placement --min-workers --restarts --patience --servers --straggler --cluster --plan "
-    "--report-to --backend --watch --progress --quiet",
+    "--report-to --backend --horovod --watch --progress --quiet",
     "plan": "subject args --workers --cluster --allow --sync --memory --what-if --out --profile "
     "--trace --budget --json",
     "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement "
