@@ -89,7 +89,9 @@ def test_every_module_has_a_floor() -> None:
         path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")
     }
     assert parts - {"__init__"} <= set(FLOOR)
-    assert not {"utils", "common", "core", "misc"} & {path.name for path in PACKAGE.rglob("*")}
+    # the bridge's modules have the names by which scripts import Horovod's
+    paths = {*PACKAGE.rglob("*")} - {PACKAGE / "bridges" / "horovod" / "common"}
+    assert not {"utils", "common", "core", "misc"} & {path.name for path in paths}
 
 
 def test_the_test_sees_wrong_imports() -> None:

@@ -91,7 +91,7 @@ COMMANDS = {
     "--sync --mesh --cut --shares --name"
     " --placement --min-workers --restarts --patience --resume --save-on-term --grace-seconds "
     "--servers --straggler --cluster --plan "
-    "--report-to --backend --watch --progress --quiet",
+    "--report-to --backend --horovod --watch --progress --quiet",
     "plan": "subject args --workers --cluster --allow --sync --memory --what-if --out --profile "
     "--trace --budget --json",
     "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement "

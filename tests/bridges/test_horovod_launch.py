@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,4 +152,4 @@ def test_run_refuses_what_it_cannot_do() -> None:
 
 def test_options_of_a_run_are_refused() -> None:
     with pytest.raises(UsageError, match="--horovod goes without --sync"):
-        check_request(LaunchRequest(script=sys.argv[0], horovod=True, sync="AllReduce()"))
+        check_request(LaunchRequest(script=__file__, horovod=True, sync="AllReduce()"))

@@ -177,12 +177,18 @@ def check_request(job: LaunchRequest) -> None:
 
 def _check_horovod(job: LaunchRequest) -> None:
     """Raise `UsageError` for options that a script of Horovod's can't honour."""
-    names = ("backend", "sync", "mesh", "cut", "shares", "servers", "straggler", "cluster")
-    options = [name for name in (*names, "report_to", "plan") if getattr(job, name) is not None]
-    if job.horovod and options:
+    options = {
+        "plan": job.plan,
+        **{"backend": job.backend, "sync": job.sync, "mesh": job.mesh, "cut": job.cut},
+        **{"shares": job.shares, "servers": job.servers, "straggler": job.straggler},
+        **{"cluster": job.cluster, "report-to": job.report_to, "name": job.name},
+        **{"resume": job.resumes or None, "save-on-term": job.saves_on_term or None},
+    }
+    refused = [name for name, value in options.items() if value is not None]
+    if job.horovod and refused:
         raise UsageError(
-            f"--horovod goes without --{options[0].replace('_', '-')}: a script that uses "
-            "Horovod's API has no run that the option could change"
+            f"--horovod goes without --{refused[0]}: a script that uses Horovod's API has no run "
+            "that the option could change"
         )
 
 

@@ -148,8 +148,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     Raises:
         UsageError: `comm` is a communicator of MPI, or leaves ranks out.
     """
-    from paceline.bridges.horovod.common import process_sets as sets
-
     started = PROCESS.start()
     everyone = list(range(PROCESS.engine.size))
     if comm is not None and not (isinstance(comm, Sequence) and [*comm] in ([], everyone)):
@@ -159,9 +157,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
             "the job in it; use hvd.add_process_set for a part of them"
         )
     if started:
-        sets.global_process_set.ranks = everyone
         for process_set in () if process_sets in (None, "dynamic") else process_sets:
-            sets.add_process_set(process_set)
+            process_set.join_job()
 
 
 def shutdown() -> None:
@@ -217,14 +214,12 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Write from now on what the engine does, on rank 0, in the format of chrome://tracing."""
     stop_timeline()
     if rank() == 0:
-        PROCESS.engine.timeline = OperationTimeline(file_path, mark_cycles=mark_cycles)
+        PROCESS.engine.write_timeline(OperationTimeline(file_path, mark_cycles=mark_cycles))
 
 
 def stop_timeline() -> None:
     """End the file of `start_timeline`."""
-    timeline, PROCESS.engine.timeline = PROCESS.engine.timeline, None
-    if timeline is not None:
-        timeline.close()
+    PROCESS.engine.write_timeline(None)
 
 
 def mpi_threads_supported() -> bool:

@@ -188,6 +188,12 @@ class OperationEngine:
             self._lock.notify()
         return handle
 
+    def write_timeline(self, timeline: OperationTimeline | None) -> None:
+        """Write what is done from now on; None ends the file."""
+        previous, self.timeline = self.timeline, timeline
+        if previous is not None:
+            previous.close()
+
     def shut_down(self) -> None:
         """End the engines of all ranks, and the thread of this one. May be called twice."""
         with self._lock:
