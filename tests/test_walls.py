@@ -51,7 +51,6 @@ ASSIGNED: dict[str, int] = {
     "paceline.servers.process.main": 1,
     "paceline.servers.process.scheduler": 1,
     "paceline.workers.groups": 1,
-    "paceline.bridges.horovod.torch.autograd": 9,  # `ctx` of autograd functions
     "paceline.loop.idle_epochs": 6,
     "paceline.loop.step": 10,
     "paceline.loop.turns": 1,
