@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # as other benchmarks, which are programs, import each other
 
+import bridges_accelerate  # noqa: E402
 from harness import ONE_THREAD, Row, ratio, report  # noqa: E402
 from training import SETUPS, build, dealt  # noqa: E402
 
@@ -165,10 +166,24 @@ def train_with_lightning(place: Place, own: bool, warmup: int, count: int) -> Tr
     return Trained(seconds, sample_weights(model))
 
 
+def train_with_accelerate(place: Place, own: bool, warmup: int, count: int) -> Trained:
+    """Train with Accelerate's loop: on its own DDP, or on paceline."""
+    seconds, model = bridges_accelerate.train_with_accelerate(own, warmup, count)
+    return Trained(seconds, sample_weights(model))
+
+
+def train_with_trainer(place: Place, own: bool, warmup: int, count: int) -> Trained:
+    """Train with the Trainer of transformers: on its own DDP, or on paceline."""
+    seconds, model = bridges_accelerate.train_with_trainer(own, warmup, count)
+    return Trained(seconds, sample_weights(model))
+
+
 # by bridge; own: on the library's own DDP
 BRIDGES: dict[str, Callable[[Place, bool, int, int], Trained]] = {
     "fabric": train_with_fabric,
     "lightning": train_with_lightning,
+    "accelerate": train_with_accelerate,
+    "transformers": train_with_trainer,
 }
 
 

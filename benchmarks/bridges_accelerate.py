@@ -1,28 +1,16 @@
 """Steps of Accelerate and of the Trainer of transformers: on their own DDP, or on paceline.
 
-Prints the median seconds of a step, and a sum of the weights, which both ways have to agree on.
-
-    paceline run --workers 2 benchmarks/bridges_accelerate.py accelerate ddp
-    paceline run --workers 2 benchmarks/bridges_accelerate.py accelerate paceline
+`bridges.py` calls them in each worker.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import os
-import statistics
-import sys
 import tempfile
 import time
-import warnings
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # as other benchmarks, which are programs, import each other
-
-from training import SETUPS, build  # noqa: E402
+from training import SETUPS, build
 
 MODEL = "gpt-19m"
 
@@ -124,30 +112,3 @@ def train_with_trainer(own: bool, warmup: int, count: int) -> tuple[list[float],
     ).train()
     ends = stopwatch.ends[warmup - 1 :]
     return [end - start for start, end in itertools.pairwise(ends)], bare
-
-
-BRIDGES = {"accelerate": train_with_accelerate, "transformers": train_with_trainer}
-
-
-def main() -> None:
-    import torch
-
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("bridge", choices=sorted(BRIDGES))
-    parser.add_argument("variant", choices=("ddp", "paceline"))
-    parser.add_argument("--steps", type=int, default=12, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before them, one at least")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    seconds, model = BRIDGES[options.bridge](
-        options.variant == "ddp", options.warmup, options.steps
-    )
-    total = sum(float(parameter.detach().double().abs().sum()) for parameter in model.parameters())
-    if os.environ.get("RANK", "0") == "0":
-        median = statistics.median(seconds)
-        print(f"{options.bridge} {options.variant}: {median:.3f} s a step, weights {total:.4f}")
-
-
-if __name__ == "__main__":
-    main()

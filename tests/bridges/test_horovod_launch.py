@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -150,6 +151,16 @@ def test_run_refuses_what_it_cannot_do() -> None:
         run(print, hosts="a:1,b:1")
 
 
-def test_options_of_a_run_are_refused() -> None:
-    with pytest.raises(UsageError, match="--horovod goes without --sync"):
-        check_request(LaunchRequest(script=__file__, horovod=True, sync="AllReduce()"))
+@pytest.mark.parametrize(
+    ("option", "fields"),
+    [
+        ("sync", {"sync": "AllReduce()"}),
+        ("plan", {"plan": Path("plan.toml"), "sync": "AllReduce()"}),
+        ("name", {"name": "x"}),
+        ("resume", {"resumes": True, "name": None}),
+        ("save-on-term", {"saves_on_term": True}),
+    ],
+)
+def test_options_of_a_run_are_refused(option: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"--horovod goes without --{option}:"):
+        check_request(LaunchRequest(script=__file__, horovod=True, **fields))
