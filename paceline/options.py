@@ -35,7 +35,7 @@ Backend = Annotated[
 ]
 Horovod = Annotated[
     bool,
-    typer.Option("--horovod", help="`import horovod.torch` in the script finds paceline's bridge."),
+    typer.Option("--horovod", help="Let `import horovod.torch` in the script find a bridge."),
 ]
 Sync = Annotated[
     str | None,

@@ -22,9 +22,12 @@ PACKAGE = Path(__file__).parent.parent / "paceline"
 SECONDS = asdict(DEFAULT_TIMINGS)
 # modules with seconds of their own: why those are no timings of a job
 ELSEWHERE: dict[str, str] = {
+    "bridges/horovod/common/basics.py": "the default of an option",
+    "bridges/horovod/engine/engine.py": "when a rank is worth a warning, as in Horovod",
     "cluster/control/progress.py": "a worker that somebody holds by hand",
     "cluster/launcher/janitor.py": "how exact the clock of files is",
     "cluster/launcher/output.py": "how lines are shown",
+    "commands/finished_run.py": "how long a run has to be measured for a plan",
     "data/reader_failure.py": "processes of a DataLoader, which no other host knows",
     "observe/advice.py": "times of steps that are worth advice",
     "observe/pipeline_report.py": "times of steps that are worth a line",
@@ -35,6 +38,7 @@ ELSEWHERE: dict[str, str] = {
     "record/live.py": "the age of a run's file at which its writer counts as gone",
     "record/pipeline_profile.py": "waits inside a pipeline that are worth a bar in the trace",
     "record/timeline.py": "lateness that is worth a mark in the trace",
+    "sync/localsgd/options.py": "the default of an option",
     "unequal/probe/step_profiler.py": "how long copies of a script are measured on one machine",
 }
 

@@ -367,6 +367,10 @@ class ShareLoader:
         if self.turn is None:
             return False
         self.hooks.end_turn(self)
+        return self._move_on()
+
+    def _move_on(self) -> bool:
+        """Move to the next step, or to the present one if it is repeated; returns whether it is."""
         repeats, self.turn = self._repeats, None
         if not repeats:
             self._index += 1
@@ -471,7 +475,14 @@ class ShareLoader:
                         "a newer iter() of this loader has ended this one: a loader has one "
                         "position, so end a loop before the next one begins"
                     )
-                self.end_turn()
+                if self.turn is None:  # the loop has called `end_turn`
+                    continue
+                self.hooks.end_turn(self)
+                if self._repeats or self._stale:
+                    self._move_on()
+                else:  # as `_move_on` does, without a call in each step
+                    self.turn = None
+                    self._index += 1
             self.end_epoch()
         finally:
             # The script has left the loop by `break` or an exception. After a newer iter() this
@@ -486,7 +497,9 @@ class ShareLoader:
             self._follow_membership()
         while True:
             step = None if self._ending else self._pipeline.deal_step(self._index)
-            step = step if step is None or self.terms.weigh is None else self._weigh_batch(step)
+            step = (
+                step if step is None or self.terms.weigh is None else _weigh_batch(self.terms, step)
+            )
             if step is None and self._pipeline.is_paused:
                 # Workers out of lockstep have met in the middle of the epoch, where others can
                 # join.
@@ -508,18 +521,6 @@ class ShareLoader:
             self._pipeline.end_epoch()
             self.epoch += 1
             self._index = 0
-
-    def _weigh_batch(self, step: GlobalBatch) -> GlobalBatch:
-        """Exchange the weights of all parts, and set them in the step. Collective.
-
-        Reads this worker's part.
-        """
-        assert self.terms.weigh is not None
-        part = step.take_part()
-        weight = _weigh_part(self.terms.weigh, part)
-        answers = self.terms.agreement.meet("weights", struct.pack("<d", weight))
-        total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
-        return replace(step, make_part=lambda: part, weight=weight, total=total)
 
     def _make_turn(self, step: GlobalBatch) -> tuple[Turn, list[Any]]:
         """Make the turn of a global batch, and a list with the only reference to this part of it.
@@ -548,6 +549,19 @@ class ShareLoader:
             step.rows,
         )
         return turn, [part.batch]
+
+
+def _weigh_batch(terms: LoaderSpec, step: GlobalBatch) -> GlobalBatch:
+    """Exchange the weights of all parts, and set them in the step. Collective.
+
+    Reads this worker's part.
+    """
+    assert terms.weigh is not None
+    part = step.take_part()
+    weight = _weigh_part(terms.weigh, part)
+    answers = terms.agreement.meet("weights", struct.pack("<d", weight))
+    total = math.fsum(struct.unpack("<d", answer)[0] for answer in answers)
+    return replace(step, make_part=lambda: part, weight=weight, total=total)
 
 
 def _weigh_part(weigh: Weigh, part: SharePart) -> float:

@@ -27,7 +27,8 @@ class LoopObservers:
     epoch_began: tuple[Callable[[], None], ...] = ()  # of training, on all workers
     # the turns of this loader are the steps from now on
     lead_taken: tuple[Callable[[ShareLoader], None], ...] = ()
-    # run.step is called: the model, all of its layers are here; arguments and target; the loss
+    # run.step is called: the model, if this worker has all of its layers; the arguments and the
+    # target; the function of them to minimise
     model_stepped: tuple[ModelStepped, ...] = ()
     # a prepared optimizer steps for the first time
     first_step: tuple[Callable[[Optimizer], None], ...] = ()

@@ -24,7 +24,7 @@ FORMAT_NAME: Final = "paceline profile"
 VERSION: Final = 2
 # Of a small GPT, whose activations hardly need more: Linux, torch 2.13.
 FIRST_STEP_BYTES: Final = 30e6
-SECONDS: Final = ("data", "forward", "backward", "optimizer", "other", "exchange")
+TIMED_PARTS: Final = ("data", "forward", "backward", "optimizer", "other", "exchange")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class MeasuredCondition:
             end: float = getattr(high, name)
             return max(start + way * (end - start), 0.0)
 
-        names = (*SECONDS, "spread", "activation_bytes", "exchanged_bytes")
+        names = (*TIMED_PARTS, "spread", "activation_bytes", "exchanged_bytes")
         return StepTimes(round(samples), **{name: between(name) for name in names})
 
 

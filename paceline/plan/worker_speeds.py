@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from paceline.plan.model_profile import SECONDS, MeasuredCondition, ModelProfile, StepTimes
+from paceline.plan.model_profile import TIMED_PARTS, MeasuredCondition, ModelProfile, StepTimes
 from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
 
 MOST_PROCESSES: Final = 8  # processes that are measured at once
@@ -49,4 +49,4 @@ def _count_own_cores(host: PlannedHost, profile: ModelProfile) -> list[float]:
 
 def scale_times(times: StepTimes, speed: float) -> StepTimes:
     """Scale all seconds of a step to a worker that is `speed` times as fast."""
-    return replace(times, **{name: getattr(times, name) / speed for name in SECONDS})
+    return replace(times, **{name: getattr(times, name) / speed for name in TIMED_PARTS})

@@ -380,6 +380,7 @@ class _RunAssembly:
         limit = () if unlimited else (RunLimit(place, collector.request_stop).step_ended,)
         # if only the layout of the model is wanted, write it before the first step, and exit
         describing = list_layout_writers(place.layout, self.prepared, self.axes)
+        saved_ends = (saved_end,) if saved_end.can_be_asked else ()
 
         return LoopObservers(
             training_begins=(
@@ -388,7 +389,7 @@ class _RunAssembly:
                 *(() if survival is None else (survival.begin_surviving,)),
                 self._begin_comparing,
                 self.worker_time.begin_training,
-                saved_end.begin_training,
+                *(each.begin_training for each in saved_ends),
             ),
             turn_failed=(self.worker_time.discard_turn,),
             epoch_began=(
@@ -403,7 +404,7 @@ class _RunAssembly:
                 memory.predict_optimizer,
                 hints.hint_at_missing_gradients,
             ),
-            stepped=(*steppers, saved_end.note_optimizer_step),
+            stepped=(*steppers, *(each.note_optimizer_step for each in saved_ends)),
             doubled=(memory.measure_held,),
             committed=() if elastic is None else (elastic.body.buddies.copy_if_due,),
             step_ended=(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from multiprocessing import spawn
 from pathlib import Path
@@ -161,7 +161,7 @@ def is_worker_program(command: Any, environment: Mapping[str, str] | None) -> bo
 
     It does if it is a launcher of workers, or Python with another place than that of this process.
     """
-    if isinstance(command, str | bytes) or not isinstance(command, Sequence) or not command:
+    if not isinstance(command, list | tuple) or not command:
         return False
     words = [os.fsdecode(word) for word in command]
     if "paceline.backend" in words:

@@ -61,6 +61,11 @@ class SavedEnd:
         self._steps_at_begin = 0  # steps when training began in this process
         self._stepped_at: int | None = None  # the last step in which an optimizer has stepped
 
+    @property
+    def can_be_asked(self) -> bool:
+        """Whether a worker of this run may be asked to end it. The same on all workers."""
+        return self._place.saves_on_term or self._place.save_request_fd is not None
+
     def begin_training(self) -> None:
         """Listen for the request from now on: before, there is nothing to save."""
         if self.request.is_listening or self.request.is_foreign:
@@ -89,6 +94,8 @@ class SavedEnd:
     @property
     def is_asked(self) -> bool:
         """Whether this worker was asked to end."""
+        if not self.can_be_asked:
+            return False
         if self._departure is not None:
             return self._departure.leave_request is not None
         return self.request.is_asked

@@ -13,7 +13,7 @@ from paceline.sync.base import Strategy
 from tests.harness.runs import workers
 
 PLAIN = """\
-training_begins: begin_comparing, WorkerTime.begin_training
+training_begins: _RunAssembly._begin_comparing, WorkerTime.begin_training
 epoch_began: LogCollector.leave_lockstep, ShareFollower.epoch_began, RunProgress.loop_began
 lead_taken: PolicyCheck.check_leader, TotalSteps.add_leading_loader
 first_step: ModelCuts.check_used, MemoryWatch.predict_optimizer, StartupHints.hint_at_missing_gradients

@@ -33,7 +33,7 @@ from paceline.loop.observers import LoopObservers
 from paceline.parallel.containers import tree_leaves
 from paceline.plan.cuts.layer_profile import CheckpointedLayers, LayerSteps
 from paceline.plan.model_profile import (
-    SECONDS,
+    TIMED_PARTS,
     GradientProfile,
     MeasuredCondition,
     ModelProfile,
@@ -444,7 +444,7 @@ def _summarize_phase(phase: _Phase) -> StepTimes:
     """Take the medians of the parts, so that they add up to about the median of the steps."""
     seconds = [step.seconds for step in phase.steps]
     low, _, high = statistics.quantiles(seconds, n=4)
-    names = (*SECONDS, "exchanged_bytes")
+    names = (*TIMED_PARTS, "exchanged_bytes")
     medians = {
         name: statistics.median(getattr(step, name) for step in phase.steps) for name in names
     }

@@ -246,6 +246,7 @@ def test_the_line_for_another_host_starts_the_same_job(monkeypatch):
             "cluster": Path("links.toml"),
             "report_to": "tensorboard,wandb",
             "shares": "2,1",
+            "horovod": True,
         },
         **{"placement": "round-robin", "min_workers": 2},
         **{"saves_on_term": False, "grace_seconds": 5.0, "resumes": True},

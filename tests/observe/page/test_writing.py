@@ -18,7 +18,7 @@ def test_a_page(tmp_path: Path) -> None:
     folder, out = whole(tmp_path), tmp_path / "out.html"
     assert write_page([folder], out) == out.stat().st_size < 500_000
     ids = [given.get("id") for tag, given in Tags(out.read_text()).found if tag == "section"]
-    assert ids[0] == "overview" and len(ids) == 10
+    assert ids[0] == "overview" and len(ids) == 11
     write_page([folder, folder], out)
     assert "2 runs compared" in out.read_text()
 

@@ -6,7 +6,6 @@ hvd.init()  ->  Place  ->  Store  ->  Topology  ->  group of all ranks  ->  Oper
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -150,7 +149,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     """
     started = PROCESS.start()
     everyone = list(range(PROCESS.engine.size))
-    if comm is not None and not (isinstance(comm, Sequence) and [*comm] in ([], everyone)):
+    if comm is not None and not (isinstance(comm, list | tuple) and [*comm] in ([], everyone)):
         shutdown()
         raise UsageError(
             f"hvd.init(comm={comm!r}) can't be honoured: paceline has all {len(everyone)} ranks of "
