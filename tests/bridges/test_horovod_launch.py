@@ -14,7 +14,7 @@ from paceline.cluster.launcher.request import LaunchRequest, check_request
 from paceline.errors import UsageError
 from tests.harness.jobs import ROOT, Jobs, jobs
 
-EXAMPLE = ROOT / "examples" / "bridges" / "horovod.py"
+EXAMPLE = ROOT / "examples" / "bridges" / "horovod_script.py"
 BEFORE = ROOT / "examples" / "migrations" / "horovod_before.py"
 KILLED = """
 import signal
