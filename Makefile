@@ -16,6 +16,8 @@ test: .venv/.made
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
 
 # Bridges to libraries that are too large for .venv have an environment of their own.
+# TensorFlow compiles functions that it has written into files, and would leave their byte code in the temporary folder.
+test-bridges: export PYTHONDONTWRITEBYTECODE = 1
 test-bridges: .venv-bridges/.made
 	.venv-bridges/bin/python -m pytest -q -m bridges -n 2 $(PYTEST_ARGS) tests/bridges
 

@@ -1,7 +1,7 @@
 """A script for Horovod, as it is, on paceline. It goes on when a process dies.
 
-Run it with `paceline run --horovod --workers 2 examples/bridges/horovod_script.py`, or let it survive with
-`paceline run --horovod --workers 3 --min-workers 1 --restarts 1 examples/bridges/horovod_script.py`.
+Run it with `paceline run --horovod --workers 2 examples/bridges/horovod_script.py`. With
+`--min-workers 1` the others go on when one dies, and with `--restarts 1` another one comes in.
 """
 
 import horovod.torch as hvd

@@ -18,6 +18,12 @@ HERE = "needs a library of the bridges, which tests/bridges runs"
 PATIENT = 240.0  # seconds: each worker imports a large library
 
 
+@pytest.fixture(autouse=True)
+def no_backend_of_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the choice to the scripts: the tests of Keras have set a backend for themselves."""
+    monkeypatch.delenv("KERAS_BACKEND", raising=False)
+
+
 def list_blocks() -> list[Any]:
     """Pages with blocks that only these tests run."""
     return [
