@@ -396,8 +396,9 @@ class TestRefusals:
         def missing(name: str) -> str:
             raise importlib.metadata.PackageNotFoundError(name)
 
-        monkeypatch.setattr(importlib.metadata, "version", missing)
+        # first, as this imports the bridge
         found = importlib.util.find_spec("paceline.bridges.fabric.library")
+        monkeypatch.setattr(importlib.metadata, "version", missing)
         assert found is not None and found.origin is not None
         path = Path(found.origin).with_name("strategy.py")
         spec = importlib.util.spec_from_file_location("strategy_without_lightning", path)
