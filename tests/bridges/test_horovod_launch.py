@@ -70,6 +70,20 @@ def test_the_script_of_the_migration_runs_unchanged(job: Jobs) -> None:
     assert "epoch 2: accuracy 0.9" in ended.out
 
 
+def test_the_rank_that_raises_is_named(job: Jobs) -> None:
+    body = """
+import horovod.torch as hvd
+hvd.init()
+hvd.allreduce(torch.ones(2), name="x")
+if hvd.rank() == 1:
+    raise ValueError("a mistake of its own")
+hvd.allreduce(torch.ones(2), name="x")
+"""
+    ended = job.run(body, 2, "--horovod").end()
+    assert ended.code == 1
+    assert "rank 1 on" in ended.err.splitlines()[-1] and "(ValueError)" in ended.err, ended.err
+
+
 def test_a_real_death(job: Jobs) -> None:
     body = "RESTARTED = False\n" + KILLED
     ended = job.run(body, 3, "--horovod", "--min-workers", "1").end()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from types import TracebackType
 from typing import Any, Final
 
 import torch
@@ -17,7 +18,7 @@ from paceline.bridges.horovod.common.members import ChangingMembers
 from paceline.bridges.horovod.engine.engine import OperationEngine
 from paceline.bridges.horovod.engine.timeline import OperationTimeline
 from paceline.cluster.control import events
-from paceline.cluster.discover import discover_place
+from paceline.cluster.discover import Place, discover_place
 from paceline.cluster.launcher.output import open_missing_streams
 from paceline.cluster.store import connect_store, discover_hosts, make_local_store
 from paceline.cluster.topology import HostRanks, Topology
@@ -76,6 +77,7 @@ class HorovodProcess:
             if self._worker.place.worker is not None:
                 self._members = ChangingMembers(self._worker)
             call_at_exit(self._leave)
+            _report_uncaught_errors(self._worker.place)
         worker, group = self._meet_again(self._worker)
         self._topology = worker.cluster
         self._engine = OperationEngine(group, deadline=worker.deadline, warn=_print_message)
@@ -128,6 +130,22 @@ def _meet_ranks() -> WorkerContext:
     store = connect_store(place, deadline=deadline)
     cluster = discover_hosts(store, place)
     return WorkerContext(place, store, cluster, torch.device("cpu"), deadline, _print_message)
+
+
+def _report_uncaught_errors(place: Place) -> None:
+    """Report an error that ends this process before other ranks can fail because of it.
+
+    So the launcher names this rank, and not one that has waited for it.
+    """
+    show_error = sys.excepthook
+
+    def report_and_show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        events.report_failure(place, kind, error)
+        show_error(kind, error, trace)
+
+    sys.excepthook = report_and_show
 
 
 def _print_message(text: str) -> None:
