@@ -50,7 +50,7 @@ BUDGET: dict[str, int] = {
     ".": 1630,
     "apps": 1450,
     "bench": 770,
-    "bridges": 5150,
+    "bridges": 5160,
     "checkpoint": 2520,
     "cluster": 7480,
     "codec": 880,

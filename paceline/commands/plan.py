@@ -124,7 +124,7 @@ def plan(
         answer_transformer(subject, cluster, memory_bytes, as_json=as_json)
         return
     changes, sync = planned_input.split_changes(what_if or [], sync)
-    wishes = answer.Wishes(allow == "lossy", _normalize_strategy(sync), memory_bytes)
+    wishes = answer.Wishes(allow == "lossy", sync, memory_bytes)
     if subject.is_dir():
         refused = workers is not None or profile_out is not None or bool(args)
         _refuse_run_options(subject, refused)
@@ -175,17 +175,6 @@ def _refuse_run_options(subject: Path, given: bool) -> None:
             f"{subject} is a run: it has its own workers and arguments, and no profile; say "
             "--what-if workers=N, without --workers, --profile and arguments"
         )
-
-
-def _normalize_strategy(text: str | None) -> str | None:
-    """Write a strategy as candidates write it. AllReduce() is the empty text; None stays None."""
-    from paceline.formatting import format_as_call
-    from paceline.notation import parse_strategy
-
-    if text is None:
-        return None
-    written = format_as_call(parse_strategy(text))
-    return "" if written == "AllReduce()" else written
 
 
 def _get_profile(
@@ -261,8 +250,8 @@ def _print_plan(found: Plan, out: Path | None) -> None:
         console.print(line)
     if found.correction != 1.0:
         console.print(
-            f"Steps of several workers are multiplied by {found.correction:.2f}: so much longer "
-            "took earlier runs of plans on this cluster."
+            f"Steps of several workers are multiplied by {found.correction:.2f}: earlier runs took "
+            "that many times what was predicted for them."
         )
     if out is not None:
         console.print(f"paceline run --plan {out} {found.profile.script}")

@@ -11,8 +11,10 @@ from paceline.cluster import topology_file
 from paceline.cluster.machine import count_cores
 from paceline.comm.schedule import LinkSpeed
 from paceline.errors import UsageError
+from paceline.formatting import format_as_call
 from paceline.lab import description
 from paceline.lab.description import Description, Host
+from paceline.notation import parse_strategy
 from paceline.plan.planned_cluster import (
     UNLIMITED,
     PlannedCluster,
@@ -87,6 +89,10 @@ def _convert_rate(bits_per_second: int | None, delay: float | None) -> LinkSpeed
 def split_changes(changes: Sequence[str], sync: str | None) -> tuple[list[str], str | None]:
     """Split `sync=STRATEGY` off changes, which is another way to write `--sync STRATEGY`.
 
+    Returns:
+        The other changes, and the strategy as candidates have it: "" for AllReduce(), None if there
+        is none.
+
     Raises:
         UsageError: Two strategies are given.
     """
@@ -95,7 +101,10 @@ def split_changes(changes: Sequence[str], sync: str | None) -> tuple[list[str], 
     if len(given) > 1:
         raise UsageError(f"give one strategy to plan, not {' and '.join(given)}")
     kept = [change for change in changes if not change.startswith("sync=")]
-    return kept, given[0] if given else None
+    if not given:
+        return kept, None
+    strategy = format_as_call(parse_strategy(given[0]))
+    return kept, "" if strategy == "AllReduce()" else strategy
 
 
 def apply_changes(cluster: PlannedCluster, changes: Sequence[str]) -> PlannedCluster:

@@ -94,9 +94,9 @@ class Candidate:
 
     @property
     def sync(self) -> str:
-        """The strategy, as `--sync` takes it. Empty: the script's own, or AllReduce."""
+        """The strategy, as `--sync` takes it and summaries write it. Empty: AllReduce, or none."""
         if self.every > 1:
-            return f"LocalSGD(every={self.every})"
+            return f"LocalSGD({self.every})"
         return f"AllReduce(codec={self.codec.name})" if self.codec.name else ""
 
     @property

@@ -42,7 +42,8 @@ def explain_verdict(
     """
     ratio = all_workers.step.seconds / alone.step.seconds
     name = _capitalize(_name_workers(all_workers))
-    text = f"{name} take {ratio:.2f} of the time of one worker"
+    takes = "take" if all_workers.candidate.cluster.workers > 1 else "takes"
+    text = f"{name} {takes} {ratio:.2f} of the time of one worker"
     if best is alone:
         cause = explain_loss(all_workers)
         return f"{text}: stay with one worker. {cause}"

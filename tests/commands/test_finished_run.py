@@ -71,7 +71,7 @@ def test_its_own_way_is_predicted_as_it_was(tmp_path: Path) -> None:
 
 def test_another_strategy(tmp_path: Path) -> None:
     changes, sync = split_changes(["workers=4", "sync=LocalSGD(every=8)"], None)
-    assert (changes, sync) == (["workers=4"], "LocalSGD(every=8)")
+    assert (changes, sync) == (["workers=4"], "LocalSGD(8)")
     plan, _ = plan_run(make_run(tmp_path), None, changes, Wishes(sync=sync))
     assert plan.together.candidate.sync == sync
     assert plan.together.candidate.cluster.workers == 4

@@ -93,7 +93,7 @@ def test_a_plan_is_printed_written_run_and_compared(tmp_path: Path) -> None:
         "--trace", "step.json", "--allow", "lossy",
     )  # fmt: skip
     assert planned.returncode == 0, planned.stderr
-    assert "2 workers take" in planned.stdout and "LocalSGD(every=" in planned.stdout
+    assert "2 workers take" in planned.stdout and "LocalSGD(" in planned.stdout
     assert json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     # The profile answers again, for another cluster, without a measurement.
     again = run_paceline(

@@ -33,7 +33,7 @@ def test_verdicts() -> None:
     assert verdict(fast).endswith("they pay.")
     text = verdict(slow, HEAVY)
     assert "stay with one worker" in text and "The exchange takes" in text
-    assert "LocalSGD(every=32)" in verdict(make_hosts(2, bytes_per_second=2e7), HEAVY, lossy=True)
+    assert "LocalSGD(32)" in verdict(make_hosts(2, bytes_per_second=2e7), HEAVY, lossy=True)
 
 
 def test_a_verdict_for_fewer_workers() -> None:
@@ -53,8 +53,8 @@ def test_turnings_are_right() -> None:
 
 def test_pinned_strategies() -> None:
     cluster = make_hosts(2)
-    pinned = make_plan(PAYS, cluster, Wishes(sync="LocalSGD(every=8)"))
-    assert pinned.together.candidate.sync == "LocalSGD(every=8)"
+    pinned = make_plan(PAYS, cluster, Wishes(sync="LocalSGD(8)"))
+    assert pinned.together.candidate.sync == "LocalSGD(8)"
     assert {each.candidate.cluster.workers for each in pinned.priced} == {1, 2}
     with pytest.raises(UsageError, match=r"there are: AllReduce\(\), AllReduce\(codec=int8\(\)\)"):
         make_plan(PAYS, cluster, Wishes(sync="Gossip()"))

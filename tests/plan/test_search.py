@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from paceline.formatting import format_as_call
+from paceline.notation import parse_strategy
 from paceline.plan.candidates import list_candidates, take_workers
 from paceline.plan.planned_cluster import PlannedCluster, describe_this_host
 from paceline.plan.search import (
@@ -23,7 +25,14 @@ def test_candidates_of_one_host() -> None:
     sharded = ["2 workers, shard(zero=1)", "2 workers, shard(zero=2)"]
     assert found == ["1 worker", "2 workers", *sharded]
     lossy = [each.describe() for each in list_candidates(describe_this_host(2, 2), lossy=True)]
-    assert lossy == [*found, "2 workers, LocalSGD(every=8)", "2 workers, LocalSGD(every=32)"]
+    assert lossy == [*found, "2 workers, LocalSGD(8)", "2 workers, LocalSGD(32)"]
+
+
+def test_strategies_are_written_as_everywhere() -> None:
+    """A strategy that a user pins, or that a run had, is found among the candidates by its text."""
+    hosts = make_hosts(2)
+    texts = {each.sync for each in list_candidates(hosts, lossy=True)} - {""}
+    assert {format_as_call(parse_strategy(text)) for text in texts} == texts and len(texts) > 2
 
 
 def test_candidates_of_several_hosts() -> None:
@@ -37,7 +46,7 @@ def test_candidates_of_several_hosts() -> None:
         "4 workers on 2 hosts",
         "6 workers on 3 hosts",
         "6 workers on 3 hosts, AllReduce(codec=int8())",
-        "6 workers on 3 hosts, LocalSGD(every=8)",
+        "6 workers on 3 hosts, LocalSGD(8)",
     } <= found
 
 
