@@ -101,7 +101,7 @@ class PacelineDataLoader:
 
     def _pass_over_epoch(self, batches: GlobalBatches) -> None:
         """End an epoch whose samples are all used, so that samplers draw the next order."""
-        # A run takes no epoch without a batch, so the last one is read again, and used by nobody.
+        # A run takes no epoch without a batch, so the last one is read again, and isn't used.
         batches.begin_at(max(0, len(batches.sampler) - batches.group))
         with torch.no_grad():
             for _ in self.share:

@@ -63,7 +63,7 @@ class SavingTime:
         self._ends_at = 0.0
 
     def describe_rest(self, now: float) -> str:
-        """Describe how long it still lasts, for somebody who asks once more."""
+        """Describe how long it still lasts, after another SIGTERM."""
         return (
             f"paceline: a checkpoint is being saved already, for {self._ends_at - now:.0f} s at "
             "most; Ctrl-C (SIGINT) ends the job without it"

@@ -10,6 +10,7 @@ func(state) -> HorovodInternalError        a rank died: restore the last commit 
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,25 +20,25 @@ from paceline.bridges.horovod.common.basics import PROCESS, init, shutdown
 from paceline.bridges.horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 
 
-class ElasticState:
-    """State that all ranks hold alike. A framework's class fills in the first three methods."""
+class ElasticState(ABC):
+    """State that all ranks hold alike."""
 
     def __init__(self) -> None:
         self._reset_callbacks: list[Callable[[], None]] = []
 
+    @abstractmethod
     def save(self) -> None:
         """Keep a copy of the state in memory."""
-        raise NotImplementedError
 
+    @abstractmethod
     def restore(self) -> None:
         """Go back to the copy of the last `save`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def sync(self) -> None:
         """Give all ranks the state of rank 0."""
-        raise NotImplementedError
 
-    def reset(self) -> None:
+    def reset(self) -> None:  # noqa: B027  a state may have nothing to adapt
         """Adapt to other ranks. Called before the reset callbacks."""
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:

@@ -85,7 +85,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         back, _ = alltoall(grads[0].contiguous(), ctx.received, process_set=ctx.process_set)
-        # rows that nobody was sent have no gradient
+        # rows that no rank was sent have no gradient
         unsent = back.new_zeros(ctx.shape[0] - len(back), *ctx.shape[1:])
         return torch.cat([back, unsent]), None, None, None
 

@@ -377,7 +377,7 @@ def _name_parameters(optimizer: torch.optim.Optimizer, named: Any) -> dict[Tenso
 
 
 def _make_units(params: Sequence[Tensor], groups: int | list[list[Tensor]] | None) -> list[Unit]:
-    """Divide parameters into units: one each, so many runs of them, or as the lists say."""
+    """Divide parameters into units: one each, that number of runs of them, or as the lists say."""
     if groups is None:
         return [(p,) for p in params]
     if isinstance(groups, int):
