@@ -29,9 +29,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from paceline.plan.budgets.failure_simulation import simulate_runs
-from paceline.plan.budgets.failures import DAY, HOUR, PRESETS, Failures
-from paceline.plan.budgets.goodput import (
+from paceline.planner.budgets.failure_simulation import simulate_runs
+from paceline.planner.budgets.failures import DAY, HOUR, PRESETS, Failures
+from paceline.planner.budgets.goodput import (
     Division,
     FailureResponse,
     choose_period,

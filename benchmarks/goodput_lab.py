@@ -43,9 +43,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paceline.plan.budgets.failure_simulation import Breakage, follow_breakages
-from paceline.plan.budgets.goodput import Division, FailureResponse
-from paceline.plan.budgets.sample_rates import SampleRates
+from paceline.planner.budgets.failure_simulation import Breakage, follow_breakages
+from paceline.planner.budgets.goodput import Division, FailureResponse
+from paceline.planner.budgets.sample_rates import SampleRates
 
 WORKERS = 4
 BATCH = 24  # samples of a step, of all workers

@@ -35,7 +35,7 @@ ALLOWED: dict[str, int] = {
     "paceline/notation.py:_read_node": 55,
     "paceline/parallel/shard.py:__init__": 70,  # builds all parts of the cut, in one order
     "paceline/parallel/sharding/flat_memory.py:__init__": 80,
-    "paceline/plan/transformers/transformer_cost.py:price_layout": 55,
+    "paceline/planner/transformers/transformer_cost.py:price_layout": 55,
     "paceline/servers/process/shard.py:close_step": 55,
     "paceline/servers/tables/embedding.py:__init__": 60,
     "paceline/session/assemble.py": 430,
@@ -64,7 +64,7 @@ BUDGET: dict[str, int] = {
     "notebook": 540,
     "observe": 4980,
     "parallel": 8940,
-    "plan": 4330,
+    "planner": 4340,
     "prepare": 2300,
     "record": 4710,
     "replicas": 740,

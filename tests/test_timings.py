@@ -34,7 +34,7 @@ ELSEWHERE: dict[str, str] = {
     "observe/report.py": "times of steps that are worth a line",
     "observe/watch/now.py": "the age of a run's files at which its page says so",
     "observe/watch/server.py": "connections of browsers to the page",
-    "plan/exchange_cost.py": "what exchanges cost, for predictions",
+    "planner/exchange_cost.py": "what exchanges cost, for predictions",
     "record/live.py": "the age of a run's file at which its writer counts as gone",
     "record/pipeline_profile.py": "waits inside a pipeline that are worth a bar in the trace",
     "record/timeline.py": "lateness that is worth a mark in the trace",

@@ -5,7 +5,7 @@
 Three numbers are fitted: the share of the memory's bandwidth that kernels other than products
 reach, the seconds in which the host launches a kernel, and how much longer products with odd rows
 take. The rows are each 24th one of the file. The results stand in
-`paceline/plan/transformers/device.py`.
+`paceline/planner/transformers/device.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pathlib import Path
 
 from benchmarks.planned.readers import read_vtrain
 from benchmarks.planned.rows import MeasuredLayout
-from paceline.plan.transformers.device import find_accelerator
-from paceline.plan.transformers.transformer_cost import price_layout
+from paceline.planner.transformers.device import find_accelerator
+from paceline.planner.transformers.transformer_cost import price_layout
 
 TABLE = "vtrain_single_node_a100_hidden1024.csv"
 EACH = 24

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from benchmarks.planned.readers import read_rows
 from benchmarks.planned.scores import Verdict
-from paceline.plan.transformers.parallel_layout import ParallelLayout
-from paceline.plan.transformers.transformer import Transformer
-from paceline.plan.transformers.transformer_memory import (
+from paceline.planner.transformers.parallel_layout import ParallelLayout
+from paceline.planner.transformers.transformer import Transformer
+from paceline.planner.transformers.transformer_memory import (
     StateBytes,
     count_activations,
     count_state_bytes,

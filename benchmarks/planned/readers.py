@@ -17,10 +17,10 @@ from benchmarks.planned.rows import (
     MeasuredLayout,
     make_cluster,
 )
-from paceline.plan.transformers.device import DeviceCluster
-from paceline.plan.transformers.parallel_layout import ParallelLayout, check_layout
-from paceline.plan.transformers.transformer import Transformer
-from paceline.plan.transformers.transformer_cost import FrameworkTraits
+from paceline.planner.transformers.device import DeviceCluster
+from paceline.planner.transformers.parallel_layout import ParallelLayout, check_layout
+from paceline.planner.transformers.transformer import Transformer
+from paceline.planner.transformers.transformer_cost import FrameworkTraits
 
 Row = Mapping[str, str]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.comm.schedule import LinkSpeed
-from paceline.plan.transformers.device import DeviceCluster, find_accelerator
-from paceline.plan.transformers.layouts import ScoredLayout, score_layout
-from paceline.plan.transformers.parallel_layout import ParallelLayout
-from paceline.plan.transformers.transformer import Transformer
-from paceline.plan.transformers.transformer_cost import FrameworkTraits
-from paceline.plan.transformers.transformer_memory import StateBytes
+from paceline.planner.transformers.device import DeviceCluster, find_accelerator
+from paceline.planner.transformers.layouts import ScoredLayout, score_layout
+from paceline.planner.transformers.parallel_layout import ParallelLayout
+from paceline.planner.transformers.transformer import Transformer
+from paceline.planner.transformers.transformer_cost import FrameworkTraits
+from paceline.planner.transformers.transformer_memory import StateBytes
 
 # How frameworks trained when the measurements were made. Nothing here is fitted to iteration times.
 #

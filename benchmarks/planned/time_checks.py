@@ -18,13 +18,13 @@ from benchmarks.planned.scores import (
     rate_choices,
     rate_order,
 )
-from paceline.plan.transformers.device import DeviceCluster
-from paceline.plan.transformers.layer_time import time_layer
-from paceline.plan.transformers.parallel_layout import ParallelLayout, Recompute
-from paceline.plan.transformers.stage_pipeline import StageSeconds, time_pipeline
-from paceline.plan.transformers.transformer import Transformer, count_hidden_bytes
-from paceline.plan.transformers.transformer_cost import price_layout
-from paceline.plan.transformers.transformer_memory import count_device_memory
+from paceline.planner.transformers.device import DeviceCluster
+from paceline.planner.transformers.layer_time import time_layer
+from paceline.planner.transformers.parallel_layout import ParallelLayout, Recompute
+from paceline.planner.transformers.stage_pipeline import StageSeconds, time_pipeline
+from paceline.planner.transformers.transformer import Transformer, count_hidden_bytes
+from paceline.planner.transformers.transformer_cost import price_layout
+from paceline.planner.transformers.transformer_memory import count_device_memory
 
 # The library's schedules; ZB-H2 and ZB-2p keep twice as many activations, and aren't among them.
 ZERO_BUBBLE_NAMES = {

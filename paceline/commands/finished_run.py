@@ -19,17 +19,17 @@ import torch
 from paceline.cluster.machine import count_cores
 from paceline.commands.planned_input import apply_changes, choose_cluster
 from paceline.errors import UsageError
-from paceline.plan.answer import Plan, Wishes, make_plan
-from paceline.plan.candidates import list_candidates
-from paceline.plan.ledger import MOST_CORRECTION
-from paceline.plan.model_profile import (
+from paceline.planner.answer import Plan, Wishes, make_plan
+from paceline.planner.candidates import list_candidates
+from paceline.planner.ledger import MOST_CORRECTION
+from paceline.planner.model_profile import (
     GradientProfile,
     MeasuredCondition,
     ModelProfile,
     StepTimes,
 )
-from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
-from paceline.plan.search import price_candidate
+from paceline.planner.planned_cluster import PlannedCluster, PlannedHost
+from paceline.planner.search import price_candidate
 from paceline.record.folder import RunFolder
 from paceline.unequal.probe.compute import make_copy_pair, measure_copies
 

@@ -16,9 +16,9 @@ from paceline import options
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:  # they import torch, which `paceline --help` does without
-    from paceline.plan.answer import Plan, Wishes
-    from paceline.plan.model_profile import ModelProfile
-    from paceline.plan.planned_cluster import PlannedCluster
+    from paceline.planner.answer import Plan, Wishes
+    from paceline.planner.model_profile import ModelProfile
+    from paceline.planner.planned_cluster import PlannedCluster
 
 BUSY = 0.7  # part of the time for which threads have a core, on a machine that is idle otherwise
 ClusterToPlan = Annotated[
@@ -40,7 +40,7 @@ class PlanCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if any(arg.partition("=")[0] == "--budget" for arg in args):
-            from paceline.plan.budgets import budget_options
+            from paceline.planner.budgets import budget_options
 
             if "--help" in args:
                 typer.echo(budget_options.describe_budget_options())
@@ -53,7 +53,7 @@ class PlanCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         if BUDGET_KEY not in ctx.meta:
             return super().invoke(ctx)
-        from paceline.plan.budgets.budget_options import answer_budget
+        from paceline.planner.budgets.budget_options import answer_budget
 
         typer.echo(answer_budget(ctx.meta[BUDGET_KEY]))
         return None
@@ -112,7 +112,7 @@ def plan(
     """Say which way of training is fastest, and whether more workers help, before a run."""
     # Commands import what they need when they run, so that `paceline --help` stays quick.
     from paceline.commands import finished_run, planned_input
-    from paceline.plan import answer, model_profile, plan_file
+    from paceline.planner import answer, model_profile, plan_file
 
     assert budget is None, "it is answered by the command's class"
     memory_bytes = planned_input.parse_memory(memory)
@@ -140,7 +140,7 @@ def plan(
     if out is not None:
         plan_file.write_plan(out, found.to_file())
     if trace is not None:
-        from paceline.plan.trace_file import format_trace
+        from paceline.planner.trace_file import format_trace
 
         _write_text(trace, format_trace(found.together.step))
     if as_json:
@@ -153,7 +153,7 @@ def _plan_profile(
     profile: ModelProfile, cluster: PlannedCluster, wishes: Wishes, out: Path | None
 ) -> Plan:
     """Plan with what earlier runs have shown."""
-    from paceline.plan import answer, ledger
+    from paceline.planner import answer, ledger
 
     # The ledger of earlier runs lies beside the plan.
     entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
@@ -181,7 +181,7 @@ def _get_profile(
     subject: Path, args: Sequence[str], cluster: PlannedCluster, wishes: Wishes
 ) -> ModelProfile:
     """Read a profile, or measure the script under all conditions that the candidates need."""
-    from paceline.plan import model_profile
+    from paceline.planner import model_profile
 
     if subject.suffix == ".json":
         return model_profile.read_profile(subject)
@@ -200,7 +200,7 @@ def _measure_script(
 ) -> ModelProfile:
     """Measure whole models first. They show how the model can be cut, which is measured then."""
     from paceline.cluster.machine import count_cores
-    from paceline.plan import answer, search
+    from paceline.planner import answer, search
     from paceline.unequal.probe import script_profiler
     from paceline.unequal.probe.script_profiler import Condition
 
@@ -230,7 +230,7 @@ def _print_plan(found: Plan, out: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from paceline.plan import explain
+    from paceline.planner import explain
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     busy = min(condition.attended for condition in found.profile.conditions)

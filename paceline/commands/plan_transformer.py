@@ -13,9 +13,9 @@ import typer
 
 from paceline.errors import UsageError
 from paceline.formatting import format_bytes
-from paceline.plan.transformers.device import DeviceCluster, read_device_cluster
-from paceline.plan.transformers.layouts import ScoredLayout, plan_transformer
-from paceline.plan.transformers.transformer import read_transformer
+from paceline.planner.transformers.device import DeviceCluster, read_device_cluster
+from paceline.planner.transformers.layouts import ScoredLayout, plan_transformer
+from paceline.planner.transformers.transformer import read_transformer
 
 COLUMNS: Final = (
     "layout",

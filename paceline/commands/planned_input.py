@@ -15,7 +15,7 @@ from paceline.formatting import format_as_call
 from paceline.lab import description
 from paceline.lab.description import Description, Host
 from paceline.notation import parse_strategy
-from paceline.plan.planned_cluster import (
+from paceline.planner.planned_cluster import (
     UNLIMITED,
     PlannedCluster,
     PlannedHost,

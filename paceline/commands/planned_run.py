@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.cluster.launcher.request import LaunchRequest
 from paceline.errors import UsageError
-from paceline.plan.plan_file import read_plan
+from paceline.planner.plan_file import read_plan
 
 
 def follow_plan(request: LaunchRequest, path: Path, workers: int | None) -> LaunchRequest:

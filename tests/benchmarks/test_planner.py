@@ -15,7 +15,7 @@ from benchmarks.planned.fit import EACH, TABLE, fit_numbers, rate_numbers
 from benchmarks.planned.readers import read_layouts, read_vtrain
 from benchmarks.planned.scores import Verdict, kendall_tau, mean_error, predict_trivially
 from benchmarks.planned.tables import check_folder, read_folder
-from paceline.plan.transformers.layouts import TYPICAL_ERROR
+from paceline.planner.transformers.layouts import TYPICAL_ERROR
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 PUBLISHED = FOLDER / "published"

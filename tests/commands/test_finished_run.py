@@ -16,7 +16,7 @@ from paceline.commands.finished_run import (
 )
 from paceline.commands.planned_input import split_changes
 from paceline.errors import UsageError
-from paceline.plan.answer import Wishes
+from paceline.planner.answer import Wishes
 from tests.harness.finished_runs import finished
 
 PARTS = {"compute": 0.1, "exchange": 0.02, "wait": 0.0, "data": 0.001}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from paceline.parallel.pipelining.split import LayerCost
-from paceline.plan.cuts.layer_profile import CheckpointedLayers, LayerSteps
-from paceline.plan.model_profile import MeasuredCondition, ModelProfile, TensorWorker
+from paceline.planner.cuts.layer_profile import CheckpointedLayers, LayerSteps
+from paceline.planner.model_profile import MeasuredCondition, ModelProfile, TensorWorker
 from tests.harness.plans import BATCH, make_condition, make_profile
 
 LAYERS = 4

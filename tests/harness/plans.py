@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.comm.schedule import LinkSpeed
-from paceline.plan.model_profile import (
+from paceline.planner.model_profile import (
     GradientProfile,
     MeasuredCondition,
     ModelProfile,
     StepTimes,
 )
-from paceline.plan.planned_cluster import PlannedCluster, PlannedHost
+from paceline.planner.planned_cluster import PlannedCluster, PlannedHost
 
 BATCH = 64
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.report import format_report
-from paceline.plan.budgets.budget_options import read_measured_times
+from paceline.planner.budgets.budget_options import read_measured_times
 from tests.harness.jobs import jobs
 
 pytestmark = pytest.mark.jobs

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
-from paceline.plan.ledger import append_entry, compare_run
-from paceline.plan.plan_file import read_plan
+from paceline.planner.ledger import append_entry, compare_run
+from paceline.planner.plan_file import read_plan
 
 
 def conclude_plan(

@@ -21,7 +21,7 @@ from paceline.parallel.pipelining.tracing import Untraceable
 from paceline.parallel.tensor.application import check_layers
 from paceline.parallel.tensor.plans import find_plan
 from paceline.parallel.torch_tensor import storage_key
-from paceline.plan.cuts.layer_profile import CheckpointedLayers, LayerSteps, choose_checkpointed
+from paceline.planner.cuts.layer_profile import CheckpointedLayers, LayerSteps, choose_checkpointed
 from paceline.unequal.probe.model_call import ModelCall
 
 TRIED_SIZES = range(2, 9)  # workers that may divide layers

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 from paceline.cluster.discover import copy_environment
 from paceline.errors import UsageError
-from paceline.plan.model_profile import (
+from paceline.planner.model_profile import (
     ModelProfile,
     TensorWorker,
     join_processes,

@@ -31,8 +31,8 @@ from paceline.data.loader import ShareLoader
 from paceline.errors import UsageError
 from paceline.loop.observers import LoopObservers
 from paceline.parallel.containers import tree_leaves
-from paceline.plan.cuts.layer_profile import CheckpointedLayers, LayerSteps
-from paceline.plan.model_profile import (
+from paceline.planner.cuts.layer_profile import CheckpointedLayers, LayerSteps
+from paceline.planner.model_profile import (
     TIMED_PARTS,
     GradientProfile,
     MeasuredCondition,

@@ -7,7 +7,7 @@ from torch import nn
 
 from paceline.apps.gpt import GPT, GPTShape, next_token_loss
 from paceline.apps.unet import UNet, UNetShape
-from paceline.plan.cuts.layer_profile import LayerSteps
+from paceline.planner.cuts.layer_profile import LayerSteps
 from paceline.unequal.probe.layer_measuring import (
     find_layer_graph,
     find_tensor_sizes,
