@@ -57,6 +57,7 @@ NAMES = [
     "own_batches",
     "padded",
     "pipeline",
+    "plan",
     "powersgd",
     "probe",
     "randomk",
@@ -92,8 +93,8 @@ COMMANDS = {
     " --placement --min-workers --restarts --patience --resume --save-on-term --grace-seconds "
     "--servers --straggler --cluster --plan "
     "--report-to --backend --horovod --watch --progress --quiet",
-    "plan": "subject args --workers --cluster --allow --sync --memory --what-if --out --profile "
-    "--trace --budget --json",
+    "plan": "subject args --workers --cluster --allow --sync --mesh --cut --memory --what-if "
+    "--out --profile --trace --budget --json",
     "lab run": "cluster script args --fault --sync --mesh --cut --shares --name --placement "
     "--min-workers --restarts --patience --cluster --watch",
     "lab probe": "cluster --dtypes --out",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,9 +14,7 @@ from paceline import options
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:  # they import torch, which `paceline --help` does without
-    from paceline.planner.answer import Plan, Wishes
-    from paceline.planner.model_profile import ModelProfile
-    from paceline.planner.planned_cluster import PlannedCluster
+    from paceline.planner.answer import Plan
 
 BUSY = 0.7  # part of the time for which threads have a core, on a machine that is idle otherwise
 ClusterToPlan = Annotated[
@@ -82,6 +78,12 @@ def plan(
     sync: Annotated[
         str | None, typer.Option(help="The only strategy to plan, such as 'LocalSGD(every=8)'.")
     ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(help="The only mesh to plan, such as 'data=2, stage=2'.")
+    ] = None,
+    cut: Annotated[
+        str | None, typer.Option(help="The only cut to plan, such as 'shard(zero=2)'.")
+    ] = None,
     memory: Annotated[
         str | None, typer.Option(help="Memory of a worker, such as 8GB. Default: no limit.")
     ] = None,
@@ -111,34 +113,37 @@ def plan(
 ) -> None:
     """Say which way of training is fastest, and whether more workers help, before a run."""
     # Commands import what they need when they run, so that `paceline --help` stays quick.
-    from paceline.commands import finished_run, planned_input
-    from paceline.planner import answer, model_profile, plan_file
+    from paceline.planner import model_profile, planning
 
     assert budget is None, "it is answered by the command's class"
-    memory_bytes = planned_input.parse_memory(memory)
     if subject.suffix == ".toml":
-        given = (workers, sync, what_if, out, profile_out, trace, args or None)
+        given = (workers, sync, mesh, cut, what_if, out, profile_out, trace, args or None)
         _refuse_script_options(subject, any(each is not None for each in given) or allow != "exact")
         from paceline.commands.plan_transformer import answer_transformer
+        from paceline.planner.subjects.planned_input import parse_memory
 
-        answer_transformer(subject, cluster, memory_bytes, as_json=as_json)
+        answer_transformer(subject, cluster, parse_memory(memory), as_json=as_json)
         return
-    changes, sync = planned_input.split_changes(what_if or [], sync)
-    wishes = answer.Wishes(allow == "lossy", sync, memory_bytes)
-    if subject.is_dir():
-        refused = workers is not None or profile_out is not None or bool(args)
-        _refuse_run_options(subject, refused)
-        found, shown = finished_run.plan_run(subject, cluster, changes, wishes)
-        _note(shown)
-    else:
-        chosen = planned_input.choose_cluster(workers, cluster)
-        chosen = planned_input.apply_changes(chosen, changes)
-        profile = _get_profile(subject, args or [], chosen, wishes)
-        if profile_out is not None:
-            _write_text(profile_out, model_profile.format_profile(profile))
-        found = _plan_profile(profile, chosen, wishes, out)
+    if subject.is_dir() and profile_out is not None:
+        raise UsageError(f"{subject} is a run, and has no profile: leave --profile out")
+    found = planning.plan(
+        subject,
+        workers=workers,
+        cluster=cluster,
+        args=args or [],
+        allow=allow,
+        sync=sync,
+        mesh=mesh,
+        cut=cut,
+        memory=memory,
+        what_if=what_if or [],
+        folder=Path() if out is None else out.parent,
+        notify=_note,
+    )
+    if profile_out is not None:
+        _write_text(profile_out, model_profile.format_profile(found.profile))
     if out is not None:
-        plan_file.write_plan(out, found.to_file())
+        found.save(out)
     if trace is not None:
         from paceline.planner.trace_file import format_trace
 
@@ -149,80 +154,12 @@ def plan(
         _print_plan(found, out)
 
 
-def _plan_profile(
-    profile: ModelProfile, cluster: PlannedCluster, wishes: Wishes, out: Path | None
-) -> Plan:
-    """Plan with what earlier runs have shown."""
-    from paceline.planner import answer, ledger
-
-    # The ledger of earlier runs lies beside the plan.
-    entries = ledger.read_entries((out or Path("plan.toml")).parent / ledger.NAME)
-    correction = ledger.learn_correction(entries, cluster.source, profile.script)
-    return answer.make_plan(profile, cluster, wishes, correction)
-
-
 def _refuse_script_options(subject: Path, given: bool) -> None:
     if given:
         raise UsageError(
             f"{subject} is a transformer by numbers: besides --cluster, --memory and --json there "
             "are no options for it"
         )
-
-
-def _refuse_run_options(subject: Path, given: bool) -> None:
-    if given:
-        raise UsageError(
-            f"{subject} is a run: it has its own workers and arguments, and no profile; say "
-            "--what-if workers=N, without --workers, --profile and arguments"
-        )
-
-
-def _get_profile(
-    subject: Path, args: Sequence[str], cluster: PlannedCluster, wishes: Wishes
-) -> ModelProfile:
-    """Read a profile, or measure the script under all conditions that the candidates need."""
-    from paceline.planner import model_profile
-
-    if subject.suffix == ".json":
-        return model_profile.read_profile(subject)
-    if subject.suffix != ".py":
-        raise UsageError(
-            f"{subject}: give a training script (.py), a profile of one (.json), or a transformer "
-            "by numbers (.toml)"
-        )
-    if not subject.is_file():
-        raise UsageError(f"there is no script {subject}")
-    return _measure_script(str(subject), args, cluster, wishes)
-
-
-def _measure_script(
-    script: str, args: Sequence[str], cluster: PlannedCluster, wishes: Wishes
-) -> ModelProfile:
-    """Measure whole models first. They show how the model can be cut, which is measured then."""
-    from paceline.cluster.machine import count_cores
-    from paceline.planner import answer, search
-    from paceline.unequal.probe import script_profiler
-    from paceline.unequal.probe.script_profiler import Condition
-
-    cores = count_cores()
-    whole = search.find_conditions(answer.list_wished(cluster, wishes), cores)
-    micro_parts = () if wishes.sync is not None else answer.list_micro_parts(cluster)
-    conditions = [Condition(*key, parts, micro_parts) for key, parts in whole.items()]
-    for each in conditions:
-        _note(f"measuring {each.processes} at once, {each.threads} threads each")
-    profile = script_profiler.measure_script(script, args, conditions)
-    cuts = replace(profile.possible_cuts, tensor_sizes=profile.tensor_sizes)
-    divided = search.find_tensor_conditions(answer.list_wished(cluster, wishes, cuts), cores)
-    if not divided:
-        return profile
-    for size, processes, threads in divided:
-        _note(f"measuring {processes} that divide layers by {size}, {threads} threads each")
-    workers = script_profiler.measure_tensor_workers(
-        script,
-        args,
-        [Condition(*key[1:], parts, (), key[0]) for key, parts in divided.items()],
-    )
-    return replace(profile, tensor_workers=workers)
 
 
 def _print_plan(found: Plan, out: Path | None) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from paceline.errors import UsageError
 from paceline.formatting import format_bytes
@@ -16,10 +16,14 @@ from paceline.planner.candidates import (
     Candidate,
     list_candidates,
 )
+from paceline.planner.cuts.layer_profile import shorten_names
 from paceline.planner.model_profile import ModelProfile, PossibleCuts
-from paceline.planner.plan_file import PlanFile
+from paceline.planner.pins import pin_way
+from paceline.planner.plan_file import PlanFile, write_plan
 from paceline.planner.planned_cluster import PlannedCluster
 from paceline.planner.search import PlanTurning, PricedCandidate
+
+NAMED_WAYS: Final = 8  # ways that a message names
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,23 @@ class Wishes:
         sync: The only strategy that may be used, as `--sync` takes it. Empty: the exact all-reduce.
             None: any.
         memory_bytes: Most bytes of a worker. None: no limit.
+        mesh: The only mesh that may be used, as `--mesh` takes it. None: any.
+        cut: The only cut that may be used, as `--cut` takes it. None: any.
     """
 
     lossy: bool = False
     sync: str | None = None
     memory_bytes: float | None = None
+    mesh: str | None = None
+    cut: str | None = None
+
+    @property
+    def wants_whole_models(self) -> bool:
+        """Whether a strategy is pinned and no cut, so that workers have whole models."""
+        return self.sync is not None and self.mesh is None and self.cut is None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """The answer for one script on one cluster.
 
@@ -48,7 +61,7 @@ class Plan:
         priced: All ways that are possible, the fastest first.
         best: The fastest way that fits.
         alone: The fastest single worker.
-        together: The fastest way that uses all workers.
+        together: The fastest way that uses all workers, or as many as the pinned mesh has.
         turnings: What would change the answer.
         correction: Factor of the steps of several workers, learnt from runs on this cluster.
     """
@@ -61,6 +74,9 @@ class Plan:
     together: PricedCandidate
     turnings: tuple[PlanTurning, ...]
     correction: float = 1.0
+
+    def __repr__(self) -> str:
+        return f"<Plan of {self.profile.script} on {self.cluster.source}: {self.verdict}>"
 
     @property
     def verdict(self) -> str:
@@ -93,6 +109,14 @@ class Plan:
             "changes": explain.explain_turnings(self.turnings),
             "correction": self.correction,
         }
+
+    def save(self, path: str | Path) -> None:
+        """Write a plan for `paceline run --plan`.
+
+        Raises:
+            UsageError: The file can't be written.
+        """
+        write_plan(Path(path), self.to_file())
 
     def to_file(self) -> PlanFile:
         """Make the file that `paceline run --plan` reads."""
@@ -135,20 +159,37 @@ def list_wished(
     Raises:
         UsageError: The pinned strategy isn't one that can be priced here.
     """
-    pinned = wishes.sync
+    pinned, way = wishes.sync, pin_way(wishes.mesh, wishes.cut)
+    cuts = cuts if way is None else way.restrict(cuts)
     candidates = list(list_candidates(cluster, lossy=wishes.lossy or bool(pinned), cuts=cuts))
-    if pinned is None:
+    if pinned is None and way is None:
         return candidates
-    wanted = [
-        each
-        for each in candidates
-        if each.sync == pinned and not each.cut and not each.recompute and each.cluster.workers > 1
-    ]
-    if not wanted:
-        names = dict.fromkeys(each.sync or "AllReduce()" for each in candidates)
-        raise UsageError(f"--sync {pinned} can't be priced here; there are: {', '.join(names)}")
+    wanted = [each for each in candidates if each.cluster.workers > 1]
+    if pinned is not None:
+        wanted = [each for each in wanted if each.sync == pinned and not each.recompute]
+        if not wanted:
+            names = dict.fromkeys(each.sync or "AllReduce()" for each in candidates)
+            raise UsageError(f"--sync {pinned} can't be priced here; there are: {', '.join(names)}")
+    if way is not None:
+        possible, wanted = wanted, [each for each in wanted if way.has(each)]
+        if not wanted:
+            raise UsageError(_explain_impossible(wishes, possible))
+    elif pinned is not None:
+        wanted = [each for each in wanted if not each.cut]
     alone = [each for each in candidates if each.cluster.workers == 1 and not each.recompute]
     return alone + wanted
+
+
+def _explain_impossible(wishes: Wishes, possible: Sequence[Candidate]) -> str:
+    """Say that no way has the pinned mesh and cut, and name ways that are possible."""
+    pinned = [
+        f"--{name} {value}"
+        for name, value in (("mesh", wishes.mesh), ("cut", wishes.cut), ("sync", wishes.sync))
+        if value
+    ]
+    ways = list(dict.fromkeys(each.describe() for each in possible if not each.recompute))
+    shown = "; ".join(ways[:NAMED_WAYS]) + ("; ..." if len(ways) > NAMED_WAYS else "")
+    return f"no way to train this script here has {' '.join(pinned)}; there are: {shown or 'none'}"
 
 
 def make_plan(
@@ -189,19 +230,27 @@ def make_plan(
             for each in priced
             if each.candidate.cluster.workers == 1 and not each.candidate.recompute
         ),
-        _find_together(priced, cluster),
+        _find_together(priced),
         tuple(
             search.find_turnings(
-                profile, cluster, best, lossy=wishes.lossy, describe_link=format_link
+                profile,
+                cluster,
+                best,
+                list_ways=lambda changed: list_wished(changed, wishes, profile.possible_cuts),
+                describe_link=format_link,
             )
         ),
         correction,
     )
 
 
-def _find_together(priced: Sequence[PricedCandidate], cluster: PlannedCluster) -> PricedCandidate:
-    """Find the fastest exact way with all workers, or the fastest one if none is exact."""
-    full = [each for each in priced if each.candidate.cluster.workers == cluster.workers]
+def _find_together(priced: Sequence[PricedCandidate]) -> PricedCandidate:
+    """Find the fastest exact way with all workers, or the fastest one if none is exact.
+
+    If a pinned mesh has fewer workers, these are all.
+    """
+    most = max(each.candidate.cluster.workers for each in priced)
+    full = [each for each in priced if each.candidate.cluster.workers == most]
     exact = [
         each
         for each in full
@@ -237,12 +286,6 @@ def _explain_misfit(
     if batch < 1:
         return f"{text}: not even one sample's activations fit beside the states"
     return f"{text}. A global batch of {batch} samples would fit"
-
-
-def shorten_names(names: Sequence[str]) -> list[str]:
-    """Shorten names of layers that differ in a number: "blocks.0", "blocks.1" to "blocks.*"."""
-    patterns = (re.sub(r"\.[0-9]+(?=\.|$)", ".*", name) for name in names)
-    return list(dict.fromkeys(patterns))
 
 
 def format_link(bytes_per_second: float) -> str:

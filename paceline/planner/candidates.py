@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from paceline.parallel.pipelining.schedules import CHUNKED_SCHEDULES
 from paceline.planner.exchange_cost import EXACT, INT8, WireCodec
 from paceline.planner.model_profile import PossibleCuts
 from paceline.planner.planned_cluster import PlannedCluster, PlannedHost
@@ -42,7 +43,8 @@ class Candidate:
         codec: How gradients are written between hosts.
         every: Steps between two exchanges.
         by_speed: Whether shares follow the workers' speeds. If not, they are equal.
-        zero: Stage of ZeRO: 1 divides the state of optimizers, 2 gradients as well. 0: none.
+        zero: Stage of ZeRO: 1 divides the state of optimizers, 2 gradients as well, 3 parameters as
+            well. 0: none.
         tensor: Workers that divide each layer.
         stages: Workers of a pipeline.
         schedule: Schedule of the pipeline.
@@ -50,6 +52,7 @@ class Candidate:
         micro_batches: Micro-batches of a step of the pipeline.
         split: Layers of each stage. Empty until it is priced.
         recompute: Whether the script puts its layers into activation checkpoints.
+        units: Patterns of the layers that `shard(zero=3)` gathers one by one.
     """
 
     kind: Kind
@@ -66,6 +69,7 @@ class Candidate:
     micro_batches: int = 1
     split: tuple[int, ...] = ()
     recompute: bool = False
+    units: tuple[str, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -85,12 +89,14 @@ class Candidate:
         if self.tensor > 1:
             return 'tensor("auto")'
         if self.stages > 1:
-            chunks = f", chunks={self.chunks}" if self.chunks > 1 else ""
+            # Other schedules have a fixed number of stages on each worker.
+            chunks = f", chunks={self.chunks}" if self.schedule == "interleaved" else ""
             return (
                 f'pipeline("auto", schedule="{self.schedule}", micro_batches={self.micro_batches}'
                 f"{chunks}, split={list(self.split)})"
             )
-        return f"shard(zero={self.zero})" if self.zero else ""
+        units = repr(self.units[0] if len(self.units) == 1 else self.units) + ", "
+        return f"shard({units if self.units else ''}zero={self.zero})" if self.zero else ""
 
     @property
     def sync(self) -> str:
@@ -216,6 +222,8 @@ def _vary_cut(
     for stages in range(2, min(count, MOST_STAGES, cuts.layers) + 1):
         ways += [] if count % stages else _list_pipelines(base, stages, cuts)
     yield from (each for each in ways if each.tensor * each.stages > 1)
+    for units in cuts.gathered_units if count > 1 else ():
+        yield replace(base, kind="sharded", zero=3, units=units)
     if cuts.checkpoints:
         yield from (replace(each, kind="activation checkpoints", recompute=True) for each in ways)
 
@@ -230,11 +238,13 @@ def _list_pipelines(base: Candidate, stages: int, cuts: PossibleCuts) -> list[Ca
             stages=stages,
             schedule=schedule,
             chunks=chunks,
-            micro_batches=stages * times,
+            micro_batches=count,
         )
-        for schedule, chunks in TRIED_SCHEDULES
-        for times in STAGE_MICRO_BATCHES
-        if stages * chunks <= cuts.layers and replicas * stages * times <= cuts.samples
+        for schedule, chunks in cuts.schedules or TRIED_SCHEDULES
+        for count in cuts.micro_batches or [stages * times for times in STAGE_MICRO_BATCHES]
+        if stages * chunks <= cuts.layers
+        and replicas * count <= cuts.samples
+        and (schedule not in CHUNKED_SCHEDULES or count >= stages)
     ]
 
 

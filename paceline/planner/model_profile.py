@@ -18,7 +18,12 @@ from typing import Any, Final, NamedTuple
 
 from paceline.errors import UsageError
 from paceline.parallel.pipelining.split import LayerCost
-from paceline.planner.cuts.layer_profile import CheckpointedLayers, LayerSteps, join_layers
+from paceline.planner.cuts.layer_profile import (
+    CheckpointedLayers,
+    LayerSteps,
+    find_repeated,
+    join_layers,
+)
 
 FORMAT_NAME: Final = "paceline profile"
 VERSION: Final = 2
@@ -127,12 +132,20 @@ class PossibleCuts:
         layers: Layers that `pipeline("auto")` can deal to stages. 0: no pipeline is possible.
         samples: Samples of the global batch.
         checkpoints: Whether activation checkpoints can be priced.
+        gathered_units: Patterns of layers that `shard(zero=3)` can gather one by one: those of each
+            way to do so. Empty: no way.
+        schedules: Schedules of pipelines that are tried, with their stages on each worker. None: a
+            few.
+        micro_batches: Numbers of micro-batches that are tried. None: a few for each worker.
     """
 
     tensor_sizes: tuple[int, ...] = ()
     layers: int = 0
     samples: int = 0
     checkpoints: bool = False
+    gathered_units: tuple[tuple[str, ...], ...] = ()
+    schedules: tuple[tuple[str, int], ...] | None = None
+    micro_batches: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -187,11 +200,14 @@ class ModelProfile:
     def possible_cuts(self) -> PossibleCuts:
         """Ways in which the model can be cut, and that were measured."""
         layers = min((len(each.layers[0].costs) if each.layers else 0) for each in self.conditions)
+        names = [cost.name for cost in self.conditions[0].layers[0].costs] if layers else []
+        units = find_repeated(names)
         return PossibleCuts(
             tuple(worker.size for worker in self.tensor_workers),
             layers if self.takes_steps else 0,
             self.global_batch,
             bool(layers and self.checkpointed.names),
+            (units,) if units else (),
         )
 
     @property

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Final, get_args
 
 from paceline.data.balance import SpeedCurve, balance_shares
-from paceline.planner.candidates import Candidate, Kind, list_candidates
+from paceline.planner.candidates import Candidate, Kind
+from paceline.planner.cuts.gathered_cost import price_gathered
 from paceline.planner.cuts.pipeline_cost import price_pipeline
 from paceline.planner.cuts.recompute import recompute_step
 from paceline.planner.cuts.tensor_cost import price_tensor
@@ -84,6 +85,8 @@ def price_candidate(
         if candidate.stages > 1
         else price_tensor
         if candidate.tensor > 1
+        else price_gathered
+        if candidate.zero == 3
         else _price_whole_model
     )
     cost = price(profile, candidate)
@@ -257,10 +260,18 @@ def find_turnings(
     cluster: PlannedCluster,
     best: PricedCandidate,
     *,
-    lossy: bool,
+    list_ways: Callable[[PlannedCluster], Iterable[Candidate]],
     describe_link: Callable[[float], str],
 ) -> list[PlanTurning]:
-    """Find the nearest link speed, slower and faster, at which another way wins."""
+    """Find the nearest link speed, slower and faster, at which another way wins.
+
+    Args:
+        profile: What was measured of the script.
+        cluster: The cluster.
+        best: The way that wins there.
+        list_ways: Lists the ways to train on a cluster.
+        describe_link: Describes a link of some bytes per second.
+    """
     turnings: list[PlanTurning] = []
     if len(cluster.hosts) < 2:
         return turnings
@@ -268,8 +279,7 @@ def find_turnings(
 
     def find_best(factor: float) -> PricedCandidate:
         changed = cluster.scale_links(factor)
-        candidates = list_candidates(changed, lossy=lossy, cuts=profile.possible_cuts)
-        return choose_best(price_candidates(profile, candidates))
+        return choose_best(price_candidates(profile, list_ways(changed)))
 
     for factors in ([2**-power for power in range(1, 11)], [2**power for power in range(1, 11)]):
         for factor in factors:

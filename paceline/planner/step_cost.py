@@ -67,6 +67,14 @@ class Event(NamedTuple):
     end: float
 
 
+class ExchangeCost(NamedTuple):
+    """What an exchange takes: seconds, and bytes sent within and between hosts."""
+
+    seconds: float
+    within_bytes: float
+    between_bytes: float
+
+
 @dataclass(frozen=True)
 class SimulatedStep:
     """One step of all workers.
@@ -216,12 +224,7 @@ class _Clock:
             [worker for worker, host in enumerate(self.host_of) if host == index]
             for index in range(len(cluster.hosts))
         ]
-        # Whether a host has a core for the exchange besides those that compute.
-        self.has_idle_core = [
-            host.cores * (1.0 - cluster.machine_load(index)) >= 1.0
-            and (host.quota is None or host.quota - host.workers * host.threads >= 1.0)
-            for index, host in enumerate(cluster.hosts)
-        ]
+        self.has_idle_core = [has_idle_core(cluster, index) for index in range(len(cluster.hosts))]
         self.began = [each.data + each.forward for each in self.times]
         self.delay = [0.0] * len(workers)  # of backward, by exchanges
         self.events: list[Event] = []
@@ -320,14 +323,12 @@ class _Clock:
 
     def gather_seconds(self) -> float:
         """Seconds in which workers gather all parameters, after each has stepped its part."""
-        seconds, count = cost.SHARD_SECONDS, len(self.times)
+        seconds = cost.SHARD_SECONDS
         for bucket in self.gradients.buckets:
-            copied = cost.GATHER_TRAFFIC * bucket.nbytes
-            seconds += cost.BUCKET_SECONDS + copied / min(self.copy_rates)
-            self.within += bucket.nbytes * (count - len(self.workers_of)) / count
-            if len(self.workers_of) > 1:
-                seconds += self.route.link_seconds(bucket.nbytes) / 2 + cost.CROSSING_SECONDS
-                self.between += self.route.crossing_bytes(bucket.nbytes) / 2
+            gather = price_gather(self.cluster, self.copy_rates, bucket.nbytes, self.route)
+            seconds += gather.seconds
+            self.within += gather.within_bytes
+            self.between += gather.between_bytes
         return seconds
 
     def agreement_seconds(self) -> float:
@@ -371,12 +372,41 @@ class _Clock:
         return SimulatedStep(seconds, parts, self.within, self.between, events)
 
 
+def has_idle_core(cluster: PlannedCluster, index: int) -> bool:
+    """Whether a host has a core for exchanges besides those that compute."""
+    host = cluster.hosts[index]
+    idle = host.cores * (1.0 - cluster.machine_load(index)) >= 1.0
+    return idle and (host.quota is None or host.quota - host.workers * host.threads >= 1.0)
+
+
+def price_gather(
+    cluster: PlannedCluster, copy_rates: Sequence[float], nbytes: float, route: ExchangeRoute
+) -> ExchangeCost:
+    """Price gathering a tensor of which each worker has a part.
+
+    Args:
+        cluster: The hosts, and their workers.
+        copy_rates: Bytes that each worker reads and writes a second.
+        nbytes: Bytes of the whole tensor.
+        route: How tensors travel between hosts.
+    """
+    count, hosts = cluster.workers, len(cluster.hosts)
+    seconds = cost.BUCKET_SECONDS + cost.GATHER_TRAFFIC * nbytes / min(copy_rates)
+    within = nbytes * (count - hosts) / count
+    if hosts == 1:
+        return ExchangeCost(seconds, within, 0.0)
+    seconds += route.link_seconds(nbytes) / 2 + cost.CROSSING_SECONDS
+    return ExchangeCost(seconds, within, route.crossing_bytes(nbytes) / 2)
+
+
 def simulate_bare_exchange(
     cluster: PlannedCluster,
     copy_rates: Sequence[float],
     gradients: GradientLoad,
     route: ExchangeRoute,
-) -> tuple[float, float, float]:
+    *,
+    sharded: bool = False,
+) -> ExchangeCost:
     """Simulate an exchange that no backward hides, as all tensors are there at once.
 
     Args:
@@ -384,14 +414,13 @@ def simulate_bare_exchange(
         copy_rates: Bytes that each worker reads and writes a second.
         gradients: What is exchanged.
         route: How buckets travel.
-
-    Returns:
-        Seconds, bytes sent inside hosts, and bytes sent between hosts.
+        sharded: Whether each worker gets its part of the sum only.
     """
     idle = StepTimes(1, 0.0, 0.0, 0.0, 0.0, 0.0)
-    clock = _Clock(cluster, [WorkerLoad(idle, rate) for rate in copy_rates], gradients, route)
+    loads = [WorkerLoad(idle, rate) for rate in copy_rates]
+    clock = _Clock(cluster, loads, gradients, route, sharded=sharded)
     seconds = max(clock.exchange_during_backward()) + clock.agreement_seconds()
-    return seconds, clock.within, clock.between
+    return ExchangeCost(seconds, clock.within, clock.between)
 
 
 def _add_round(own: SimulatedStep, state: _Clock, every: int) -> SimulatedStep:

@@ -6,6 +6,7 @@ nearest two.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,21 @@ def choose_checkpointed(costs: Sequence[LayerCost]) -> tuple[str, ...]:
     """
     total = sum(cost.kept for cost in costs)
     return tuple(cost.name for cost in costs[:-1] if cost.kept >= LEAST_PART * total > 0)
+
+
+def shorten_names(names: Sequence[str]) -> list[str]:
+    """Shorten names of layers that differ in a number: "blocks.0", "blocks.1" to "blocks.*"."""
+    patterns = (re.sub(r"\.[0-9]+(?=\.|$)", ".*", name) for name in names)
+    return list(dict.fromkeys(patterns))
+
+
+def find_repeated(names: Sequence[str]) -> tuple[str, ...]:
+    """Find patterns of layers of which there are several: ("blocks.*",)."""
+    return tuple(
+        pattern
+        for pattern in shorten_names(names)
+        if sum(shorten_names([name]) == [pattern] for name in names) > 1
+    )
 
 
 def predict_layers(steps: Sequence[LayerSteps], samples: float) -> tuple[LayerCost, ...]:

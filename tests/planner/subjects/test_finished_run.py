@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from paceline.commands.finished_run import (
+from paceline.errors import UsageError
+from paceline.planner.answer import Wishes
+from paceline.planner.subjects.finished_run import (
     find_correction,
     make_run_profile,
     plan_run,
     read_finished_run,
 )
-from paceline.commands.planned_input import split_changes
-from paceline.errors import UsageError
-from paceline.planner.answer import Wishes
+from paceline.planner.subjects.planned_input import split_changes
 from tests.harness.finished_runs import finished
 
 PARTS = {"compute": 0.1, "exchange": 0.02, "wait": 0.0, "data": 0.001}

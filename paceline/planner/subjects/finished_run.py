@@ -17,7 +17,6 @@ from typing import Any, Final
 import torch
 
 from paceline.cluster.machine import count_cores
-from paceline.commands.planned_input import apply_changes, choose_cluster
 from paceline.errors import UsageError
 from paceline.planner.answer import Plan, Wishes, make_plan
 from paceline.planner.candidates import list_candidates
@@ -30,6 +29,7 @@ from paceline.planner.model_profile import (
 )
 from paceline.planner.planned_cluster import PlannedCluster, PlannedHost
 from paceline.planner.search import price_candidate
+from paceline.planner.subjects.planned_input import apply_changes, choose_cluster
 from paceline.record.folder import RunFolder
 from paceline.unequal.probe.compute import make_copy_pair, measure_copies
 
