@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from paceline.bridges.horovod.horovodrun import make_request, run
 from paceline.cluster.launcher.request import LaunchRequest, check_request
 from paceline.errors import UsageError
-from tests.harness.jobs import ROOT, Jobs, jobs
+from tests.harness.jobs import ROOT, Jobs, free_port, jobs
 
 EXAMPLE = ROOT / "examples" / "bridges" / "horovod_script.py"
 BEFORE = ROOT / "examples" / "migrations" / "horovod_before.py"
@@ -82,6 +83,81 @@ hvd.allreduce(torch.ones(2), name="x")
     ended = job.run(body, 2, "--horovod").end()
     assert ended.code == 1
     assert "rank 1 on" in ended.err.splitlines()[-1] and "(ValueError)" in ended.err, ended.err
+
+
+TRAINED = """
+import horovod.torch as hvd
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = nn.Linear(2, 1)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+for step in range(5):
+    x = torch.arange(8.0).view(4, 2)[hvd.rank() * 4 // hvd.size() :][: 4 // hvd.size()] + step
+    optimizer.zero_grad()
+    (model(x) ** 2).mean().mul(0.01).backward()
+    optimizer.step()
+place = hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+print("at", *place, "weights", *[f"{w:.5f}" for w in model.weight.detach().view(-1)], flush=True)
+"""
+SECRET = {"PACELINE_SECRET": "5a" * 32, "PACELINE_INTERFACE": "lo"}
+MPI_NAMES = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+
+
+def read_places(text: str) -> tuple[list[str], set[str]]:
+    """The places of all ranks, and the weights that they have."""
+    lines = re.findall(r"at ([0-9 ]+) weights (.*)", text)
+    return sorted(place for place, _ in lines), {weights for _, weights in lines}
+
+
+def test_two_hosts(job: Jobs) -> None:
+    """Two launchers of two processes each, and as many in one: the same weights."""
+    options = "--horovod", "--hosts", "2", "--join", f"127.0.0.1:{free_port()}"
+    hosts = [
+        job.run(TRAINED, 2, *options, "--host-rank", str(host), args=(), **SECRET)
+        for host in (0, 1)
+    ]
+    ended = [host.end() for host in hosts]
+    assert [each.code for each in ended] == [0, 0], ended[0].err + ended[1].err
+    places, weights = read_places(ended[0].out + ended[1].out)
+    assert places == ["0 0 2 0 2", "1 1 2 0 2", "2 0 2 1 2", "3 1 2 1 2"] and len(weights) == 1
+    alone = job.run(TRAINED, 4, "--horovod").end()
+    assert read_places(alone.out)[1] == weights, alone.err
+
+
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_processes_of_another_launcher(job: Jobs, launcher: str) -> None:
+    """They have the variables of Open MPI or Slurm, and no launcher of ours."""
+    port = str(free_port())
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **SECRET}
+    command = [sys.executable, "-m", "paceline.bridges.horovod", job.write(TRAINED)]
+    started = [
+        job.start(command, group=None, **make_place(launcher, rank), **meeting) for rank in range(2)
+    ]
+    ended = [each.end() for each in started]
+    assert [each.code for each in ended] == [0, 0], ended[0].err + ended[1].err
+    places, weights = read_places(ended[0].out + ended[1].out)
+    assert places == ["0 0 2 0 1", "1 1 2 0 1"] and len(weights) == 1
+
+
+def make_place(launcher: str, rank: int) -> dict[str, str]:
+    """The variables that a launcher sets for one of two processes on a host."""
+    values = (str(rank), "2", str(rank), "2")
+    if launcher == "mpirun":
+        names = [f"OMPI_COMM_WORLD_{name}" for name in MPI_NAMES]
+        return dict(zip(names, values, strict=True))
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_NTASKS": "2",
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "77",
+    }
 
 
 def test_a_real_death(job: Jobs) -> None:
