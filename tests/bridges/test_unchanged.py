@@ -18,7 +18,7 @@ from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 from paceline.comm.backend.process_group import GroupBackend
 from paceline.session.gloo_replacement import replace_gloo
 from tests.harness import unchanged_scripts as scripts
-from tests.harness.jobs import Jobs
+from tests.harness.jobs import PLAIN, Jobs, jobs
 from tests.harness.torchrun_workers import run_workers
 
 TORCH = [
@@ -105,3 +105,31 @@ def test_the_command_gives_them_the_backend(job: Jobs) -> None:
     ended = job.run(WHOLE, 2, "--backend", "paceline").end()
     assert ended.code == 0, ended.err
     assert ended.out.count("paceline 2 3.0") == 2
+
+
+SPAWNED = """
+import os
+
+import torch.distributed as dist
+from lightning.fabric import Fabric
+
+
+def work(fabric):
+    total = fabric.all_reduce(torch.tensor(fabric.global_rank + 1.0), reduce_op="sum")
+    os.write(1, f"{dist.get_backend()} {fabric.world_size} {float(total)}\\n".encode())
+
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp_spawn")
+    fabric.launch(work)
+"""
+
+
+def test_processes_that_lightning_spawns_get_it_too(tmp_path: Path) -> None:
+    # multiprocessing keeps the folder in which it was imported, so nothing is forked here.
+    with jobs(tmp_path, PLAIN) as job:
+        ended = job.run(SPAWNED, 1, "--backend", "paceline").end()
+        for left in job.temporary.glob("pytorch-errorfile-*"):  # torch leaves them behind
+            left.unlink()
+    assert ended.code == 0, ended.err
+    assert ended.out.count("paceline 2 3.0") == 2, ended.err
