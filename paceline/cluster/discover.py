@@ -164,6 +164,15 @@ def discover_place(environ: Environ | None = None) -> Place:
     return _add_user_settings(place, variables)
 
 
+def find_secret(environ: Environ | None = None) -> bytes | None:
+    """Find the secret of this process's job. None: it has none."""
+    variables = copy_environment() if environ is None else environ
+    if "PACELINE_SECRET_FD" in variables:
+        return secrets.read_secret_descriptor(_read_integer(variables, "PACELINE_SECRET_FD"))
+    text = variables.get("PACELINE_SECRET")
+    return None if text is None else secrets.parse_secret(text, "PACELINE_SECRET")
+
+
 def read_timings(environ: Environ | None = None) -> Timings:
     """Read the timings of this process: the defaults, and changes for tests in PACELINE_TIMINGS."""
     text = (copy_environment() if environ is None else environ).get("PACELINE_TIMINGS")
@@ -187,16 +196,13 @@ def _recognise_paceline(environ: Environ) -> Place | None:
         return None
     place = _read_torch_variables(environ, "paceline")
     host, _, port = environ["PACELINE_STORE"].rpartition(":")
-    descriptor = environ.get("PACELINE_SECRET_FD")
     return replace(
         place,
         meeting=(host, _read_integer({"PACELINE_STORE": port}, "PACELINE_STORE")),
         store_fd=_read_integer(environ, "PACELINE_STORE_FD", None),
         report_fd=_read_integer(environ, "PACELINE_REPORT_FD", None),
         one_machine=environ.get("PACELINE_ONE_MACHINE") == "1",
-        secret=None
-        if descriptor is None
-        else secrets.read_secret_descriptor(_read_integer(environ, "PACELINE_SECRET_FD")),
+        secret=find_secret(environ),
         worker=_read_integer(environ, "PACELINE_WORKER", None),
         orders_fd=_read_integer(environ, "PACELINE_ORDERS_FD", None),
         joining=environ.get("PACELINE_JOINING") == "1",
@@ -436,13 +442,10 @@ def _make_lone_place(environ: Environ) -> Place:
 
 def _add_user_settings(place: Place, environ: Environ) -> Place:
     """Add the settings that a user can make under any launcher."""
-    text = environ.get("PACELINE_SECRET")
     deadline = environ.get("PACELINE_DEADLINE")
     return replace(
         place,
-        secret=place.secret
-        if text is None or place.secret is not None
-        else secrets.parse_secret(text, "PACELINE_SECRET"),
+        secret=find_secret(environ) if place.secret is None else place.secret,
         run_name=environ.get("PACELINE_NAME") or None,
         sync=environ.get("PACELINE_SYNC") or None,
         mesh=environ.get("PACELINE_MESH") or None,

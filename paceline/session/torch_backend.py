@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.cluster import network, store_client
-from paceline.cluster.discover import Place, discover_place
+from paceline.cluster.discover import Place, discover_place, find_secret
 from paceline.cluster.machine import count_cores
 from paceline.cluster.store import Store, discover_hosts, find_own_address
 from paceline.comm.backend.issue import GroupMembers
@@ -126,7 +126,8 @@ def _find_place(store: Any) -> Place:
     try:
         place = discover_place()
     except PlaceError:
-        place = Place(hostname=socket.gethostname())
+        # A script that starts its own processes has set some of the variables, and not others.
+        place = Place(hostname=socket.gethostname(), secret=find_secret())
     return place if place.meeting is not None else replace(place, meeting=meeting)
 
 
