@@ -131,7 +131,27 @@ def cluster() -> Iterator[None]:
         ray.shutdown()
 
 
-def fit(out: Path, workers: tuple[int, int] | int, failures: int = 0, **options: Any) -> Any:
+def prepare_by_ray(options: dict[str, Any]) -> None:
+    """Prepare a loader by Ray's own function, and write down what paceline says to it."""
+    import ray.train.torch
+
+    import paceline as pl
+
+    _, optimizer, loader = make_parts()
+    with pl.start() as run:
+        try:
+            run.prepare(optimizer, ray.train.torch.prepare_data_loader(loader))
+        except pl.UsageError as error:
+            (Path(options["out"]) / f"refused-{run.rank}").write_text(str(error))
+
+
+def fit(
+    out: Path,
+    workers: tuple[int, int] | int,
+    failures: int = 0,
+    function: Callable[[dict[str, Any]], None] = train,
+    **options: Any,
+) -> Any:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
@@ -139,7 +159,7 @@ def fit(out: Path, workers: tuple[int, int] | int, failures: int = 0, **options:
 
     more = {"elastic_resize_monitor_interval_s": 1} if isinstance(workers, tuple) else {}
     trainer = TorchTrainer(
-        train,
+        function,
         train_loop_config={"out": str(out)},
         torch_config=PacelineConfig(**options),
         scaling_config=ScalingConfig(num_workers=workers, **more),
@@ -231,6 +251,14 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
     thread.join(10.0)
     assert not errors, errors
     check_weights(tmp_path)
+
+
+@pytest.mark.timeout(2 * PATIENCE)
+@pytest.mark.usefixtures("cluster")
+def test_a_loader_that_ray_has_prepared_is_refused(tmp_path: Path) -> None:
+    assert fit(tmp_path, 2, function=prepare_by_ray).error is None
+    texts = [path.read_text() for path in tmp_path.glob("refused-*")]
+    assert len(texts) == 2 and all("give a plain" in text for text in texts)
 
 
 @pytest.mark.parametrize(
