@@ -42,7 +42,7 @@ CLUSTERS = {
     "four hosts, 1 Gbit/s": (Host(1),) * 4,
     "unequal hosts, 1 Gbit/s": (Host(1, "1gbit", 1.0), Host(1, "1gbit", 0.5)),
 }
-FEWEST_STEPS = 8
+FEWEST_STEPS = 6
 RUN_SECONDS = 30.0
 BATCHES = {"gpt-0.9m": 24, "gpt-19m": 4, "cnn": 64, "mlp": 64}
 

@@ -90,7 +90,7 @@ def price_gathered(profile: ModelProfile, candidate: Candidate) -> WayCost:
         each.copied_bytes_per_second * min(speed, 1.0)
         for each, speed in zip(conditions, speeds, strict=True)
     ]
-    clock = _Clock(_Exchanges(cluster, rates, choose_exchange(cluster)), times)
+    clock = _GatheredClock(_Exchanges(cluster, rates, choose_exchange(cluster)), times)
     clock.run_step(units, root)
     return WayCost(
         candidate,
@@ -138,7 +138,7 @@ def _group_units(
     return units, rest
 
 
-class _Clock:
+class _GatheredClock:
     """The virtual clock of a step.
 
     Attributes:
