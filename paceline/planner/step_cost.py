@@ -67,7 +67,7 @@ class Event(NamedTuple):
     end: float
 
 
-class ExchangeCost(NamedTuple):
+class ExchangePrice(NamedTuple):
     """What an exchange takes: seconds, and bytes sent within and between hosts."""
 
     seconds: float
@@ -381,7 +381,7 @@ def has_idle_core(cluster: PlannedCluster, index: int) -> bool:
 
 def price_gather(
     cluster: PlannedCluster, copy_rates: Sequence[float], nbytes: float, route: ExchangeRoute
-) -> ExchangeCost:
+) -> ExchangePrice:
     """Price gathering a tensor of which each worker has a part.
 
     Args:
@@ -394,9 +394,9 @@ def price_gather(
     seconds = cost.BUCKET_SECONDS + cost.GATHER_TRAFFIC * nbytes / min(copy_rates)
     within = nbytes * (count - hosts) / count
     if hosts == 1:
-        return ExchangeCost(seconds, within, 0.0)
+        return ExchangePrice(seconds, within, 0.0)
     seconds += route.link_seconds(nbytes) / 2 + cost.CROSSING_SECONDS
-    return ExchangeCost(seconds, within, route.crossing_bytes(nbytes) / 2)
+    return ExchangePrice(seconds, within, route.crossing_bytes(nbytes) / 2)
 
 
 def simulate_bare_exchange(
@@ -406,7 +406,7 @@ def simulate_bare_exchange(
     route: ExchangeRoute,
     *,
     sharded: bool = False,
-) -> ExchangeCost:
+) -> ExchangePrice:
     """Simulate an exchange that no backward hides, as all tensors are there at once.
 
     Args:
@@ -420,7 +420,7 @@ def simulate_bare_exchange(
     loads = [WorkerLoad(idle, rate) for rate in copy_rates]
     clock = _Clock(cluster, loads, gradients, route, sharded=sharded)
     seconds = max(clock.exchange_during_backward()) + clock.agreement_seconds()
-    return ExchangeCost(seconds, clock.within, clock.between)
+    return ExchangePrice(seconds, clock.within, clock.between)
 
 
 def _add_round(own: SimulatedStep, state: _Clock, every: int) -> SimulatedStep:

@@ -26,7 +26,7 @@ from paceline.planner.planned_cluster import PlannedCluster
 from paceline.planner.step_cost import (
     BucketLoad,
     Event,
-    ExchangeCost,
+    ExchangePrice,
     ExchangeRoute,
     GradientLoad,
     SimulatedStep,
@@ -58,16 +58,16 @@ class _Exchanges:
     copy_rates: Sequence[float]
     route: ExchangeRoute
 
-    def gather(self, nbytes: float) -> ExchangeCost:
+    def gather(self, nbytes: float) -> ExchangePrice:
         """Price the gathering of a unit."""
         return price_gather(self.cluster, self.copy_rates, nbytes, self.route)
 
-    def sum_parts(self, nbytes: float) -> ExchangeCost:
+    def sum_parts(self, nbytes: float) -> ExchangePrice:
         """Price the sum of a unit's gradients, of which each worker gets its part."""
         load = GradientLoad(1, (BucketLoad(nbytes, 0.0),))
         return simulate_bare_exchange(self.cluster, self.copy_rates, load, self.route, sharded=True)
 
-    def delay(self, cost: ExchangeCost, nbytes: float) -> float:
+    def delay(self, cost: ExchangePrice, nbytes: float) -> float:
         """Seconds for which an exchange delays the workers that compute."""
         if all(has_idle_core(self.cluster, host) for host in range(len(self.cluster.hosts))):
             return 0.0
