@@ -38,6 +38,7 @@ PARTS = {  # the folder that a name comes from: its page, and what the page says
             "cut=...)`, or `--cut`."
         ),
     ),
+    "planner": ("plans", "Plans", "Which way of training is fastest, before a run: `pl.plan`."),
     "checkpoint": ("checkpoints", "Checkpoints", "Models out of what a run has saved."),
     "errors": (
         "errors",
