@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from paceline.parallel.shard import shard
     from paceline.parallel.tensor.styles import column, row, sequence, summed, vocab
     from paceline.parallel.tensor.tensor_cut import tensor
-    from paceline.planner.planning import plan
+    from paceline.planner.planning.plan import plan
     from paceline.record.logged.histogram import histogram
     from paceline.record.logged.image import image
     from paceline.servers.tables.embedding import SparseEmbedding
@@ -149,7 +149,7 @@ _NAMES_BY_MODULE: Final = {
     "paceline.data.costs": ("padded",),
     "paceline.data.own_batches": ("own_batches",),
     "paceline.parallel.elementwise": ("elementwise",),
-    "paceline.planner.planning": ("plan",),
+    "paceline.planner.planning.plan": ("plan",),
     "paceline.servers.tables.embedding": ("SparseEmbedding",),
     "paceline.parallel.layers": ("layers",),
     "paceline.parallel.meta": ("meta",),

@@ -55,7 +55,7 @@ BUDGET: dict[str, int] = {
     "cluster": 7480,
     "codec": 880,
     "comm": 9280,
-    "commands": 530,
+    "commands": 540,
     "data": 3290,
     "elastic": 2000,
     "lab": 2670,

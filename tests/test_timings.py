@@ -27,7 +27,7 @@ ELSEWHERE: dict[str, str] = {
     "cluster/control/progress.py": "a worker that somebody holds by hand",
     "cluster/launcher/janitor.py": "how exact the clock of files is",
     "cluster/launcher/output.py": "how lines are shown",
-    "planner/subjects/finished_run.py": "how long a run has to be measured for a plan",
+    "planner/planning/finished_run.py": "how long a run has to be measured for a plan",
     "data/reader_failure.py": "processes of a DataLoader, which no other host knows",
     "observe/advice.py": "times of steps that are worth advice",
     "observe/pipeline_report.py": "times of steps that are worth a line",

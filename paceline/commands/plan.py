@@ -113,20 +113,21 @@ def plan(
 ) -> None:
     """Say which way of training is fastest, and whether more workers help, before a run."""
     # Commands import what they need when they run, so that `paceline --help` stays quick.
-    from paceline.planner import model_profile, planning
+    from paceline.planner import model_profile
+    from paceline.planner.planning.plan import plan as make_plan
 
     assert budget is None, "it is answered by the command's class"
     if subject.suffix == ".toml":
         given = (workers, sync, mesh, cut, what_if, out, profile_out, trace, args or None)
         _refuse_script_options(subject, any(each is not None for each in given) or allow != "exact")
         from paceline.commands.plan_transformer import answer_transformer
-        from paceline.planner.subjects.planned_input import parse_memory
+        from paceline.planner.planning.planned_input import parse_memory
 
         answer_transformer(subject, cluster, parse_memory(memory), as_json=as_json)
         return
     if subject.is_dir() and profile_out is not None:
         raise UsageError(f"{subject} is a run, and has no profile: leave --profile out")
-    found = planning.plan(
+    found = make_plan(
         subject,
         workers=workers,
         cluster=cluster,

@@ -28,8 +28,8 @@ from paceline.planner.model_profile import (
     StepTimes,
 )
 from paceline.planner.planned_cluster import PlannedCluster, PlannedHost
+from paceline.planner.planning.planned_input import apply_changes, choose_cluster
 from paceline.planner.search import price_candidate
-from paceline.planner.subjects.planned_input import apply_changes, choose_cluster
 from paceline.record.folder import RunFolder
 from paceline.unequal.probe.compute import make_copy_pair, measure_copies
 

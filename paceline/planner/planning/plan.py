@@ -10,7 +10,7 @@ from paceline.errors import UsageError
 from paceline.formatting import describe_unknown_choice
 from paceline.planner import ledger
 from paceline.planner.answer import Plan, Wishes, make_plan
-from paceline.planner.subjects import finished_run, measured_script, planned_input
+from paceline.planner.planning import finished_run, measured_script, planned_input
 
 Allow = Literal["exact", "lossy"]
 

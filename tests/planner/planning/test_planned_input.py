@@ -12,7 +12,7 @@ from paceline.cluster.topology_file import format_topology
 from paceline.commands.planned_run import follow_plan
 from paceline.errors import UsageError
 from paceline.planner.plan_file import PlanFile, write_plan
-from paceline.planner.subjects.planned_input import apply_changes, choose_cluster, parse_memory
+from paceline.planner.planning.planned_input import apply_changes, choose_cluster, parse_memory
 
 PLAN = PlanFile(
     "train.py", "two.toml", 2, (2, 2), "LocalSGD(every=8)", "", "", "", "local SGD", 0.1, 0.1

@@ -10,13 +10,13 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.planner.answer import Wishes
-from paceline.planner.subjects.finished_run import (
+from paceline.planner.planning.finished_run import (
     find_correction,
     make_run_profile,
     plan_run,
     read_finished_run,
 )
-from paceline.planner.subjects.planned_input import split_changes
+from paceline.planner.planning.planned_input import split_changes
 from tests.harness.finished_runs import finished
 
 PARTS = {"compute": 0.1, "exchange": 0.02, "wait": 0.0, "data": 0.001}
