@@ -157,7 +157,8 @@ def list_wished(
         cuts: How the model can be cut. Default: as a whole only.
 
     Raises:
-        UsageError: The pinned strategy isn't one that can be priced here.
+        UsageError: The pinned strategy isn't one that can be priced here, or no way has the pinned
+            mesh and cut.
     """
     pinned, way = wishes.sync, pin_way(wishes.mesh, wishes.cut)
     cuts = cuts if way is None else way.restrict(cuts)
@@ -166,7 +167,11 @@ def list_wished(
         return candidates
     wanted = [each for each in candidates if each.cluster.workers > 1]
     if pinned is not None:
-        wanted = [each for each in wanted if each.sync == pinned and not each.recompute]
+        wanted = [
+            each
+            for each in wanted
+            if each.sync == pinned and not each.recompute and (way is not None or not each.cut)
+        ]
         if not wanted:
             names = dict.fromkeys(each.sync or "AllReduce()" for each in candidates)
             raise UsageError(f"--sync {pinned} can't be priced here; there are: {', '.join(names)}")
@@ -174,8 +179,6 @@ def list_wished(
         possible, wanted = wanted, [each for each in wanted if way.has(each)]
         if not wanted:
             raise UsageError(_explain_impossible(wishes, possible))
-    elif pinned is not None:
-        wanted = [each for each in wanted if not each.cut]
     alone = [each for each in candidates if each.cluster.workers == 1 and not each.recompute]
     return alone + wanted
 

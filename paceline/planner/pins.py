@@ -9,6 +9,7 @@ from paceline.cluster.mesh import parse_mesh
 from paceline.errors import UsageError
 from paceline.notation import parse_cuts
 from paceline.parallel.pipeline import pipeline
+from paceline.parallel.pipelining.schedules import check_schedule
 from paceline.parallel.shard import shard
 from paceline.parallel.tensor.tensor_cut import tensor
 from paceline.planner.candidates import Candidate
@@ -32,8 +33,9 @@ class PinnedWay:
         if isinstance(self.cut, shard) and self.cut.zero == 3:
             return replace(cuts, gathered_units=(self.cut.patterns,))
         if isinstance(self.cut, pipeline):
-            chunks = self.cut.chunks or (2 if self.cut.schedule in ("interleaved", "zbv") else 1)
             counts = None if self.cut.micro_batches is None else (self.cut.micro_batches,)
+            # The number of stages on each worker is the same for any number of workers.
+            chunks = check_schedule(self.cut.schedule, 2, max(counts or (4,)), self.cut.chunks)
             return replace(cuts, schedules=((self.cut.schedule, chunks),), micro_batches=counts)
         return cuts
 
@@ -57,9 +59,9 @@ class PinnedWay:
         if isinstance(cut, shard):
             return candidate.zero == cut.zero
         if isinstance(cut, tensor):
-            return candidate.tensor > 1 and candidate.stages == 1
+            return candidate.tensor > 1
         if isinstance(cut, pipeline):
-            return candidate.stages > 1 and candidate.tensor == 1
+            return candidate.stages > 1
         return True
 
 
@@ -83,7 +85,8 @@ def pin_way(mesh: str | None, cut: str | None) -> PinnedWay | None:
 def _make_plain(cut: Any) -> Any:
     """Make the cut that has what can be pinned of another one. None: nothing can."""
     if isinstance(cut, shard):
-        return shard(cut.units, cut.zero)
+        # With other stages of ZeRO the planner knows no units.
+        return shard(cut.units if cut.zero == 3 else (), cut.zero)
     if isinstance(cut, tensor):
         return tensor("auto")
     if isinstance(cut, pipeline):

@@ -10,7 +10,7 @@ from paceline.parallel.pipeline import pipeline
 from paceline.planner.answer import Plan, Wishes, make_plan
 from paceline.planner.planned_cluster import describe_this_host
 from tests.harness.cut_plans import make_cut_profile
-from tests.harness.plans import make_hosts
+from tests.harness.plans import make_hosts, make_profile
 
 PROFILE = make_cut_profile()
 HOST = describe_this_host(4, 4)
@@ -72,6 +72,14 @@ def test_gathered_units_are_pinned() -> None:
         make_pinned(cut='shard("layers.*", zero=3)')
 
 
+def test_units_of_a_model_whose_layers_are_not_measured() -> None:
+    plain = make_profile()
+    whole = make_plan(plain, HOST, Wishes(cut="shard(zero=3)"))
+    assert whole.together.candidate.zero == 3
+    with pytest.raises(UsageError, match="there are: none"):
+        make_plan(plain, HOST, Wishes(cut="shard('blocks.*', zero=3)"))
+
+
 def test_a_strategy_and_a_mesh_are_pinned_together() -> None:
     plan = make_plan(PROFILE, make_hosts(4), Wishes(sync="LocalSGD(8)", mesh="data=2"))
     assert {each.candidate.cluster.workers for each in plan.priced} == {1, 2}
@@ -88,6 +96,8 @@ def test_a_strategy_and_a_mesh_are_pinned_together() -> None:
         ({"mesh": "data=x"}, "can't be read"),
         ({"cut": "layers()"}, "there are shard, tensor and pipeline"),
         ({"cut": "pipeline(split=[1, 3])"}, "the plan finds the rest"),
+        ({"cut": "shard('blocks.*', zero=1)"}, r"--cut 'shard\(zero=1\)' can"),
+        ({"cut": "pipeline(schedule='1f1b', chunks=2)"}, "chunks"),
         ({"cut": "shard(zero=1), tensor('auto')"}, "several cuts together"),
         ({"cut": "shard(zero=2)", "sync": "LocalSGD(8)"}, "--sync LocalSGD"),
     ],

@@ -4,8 +4,8 @@
     exchange  g0 g1  g2   g1    s2 g0   s1    s0       g: gather a unit   s: sum its gradients
                                                        of which each worker keeps its part
 
-While a unit runs, the next one is gathered. On a host without an idle core, the part of an exchange
-that is no waiting for a link delays the workers that compute.
+While a unit runs, the next one is gathered. On a host without an idle core an exchange delays the
+workers that compute, except while it waits for a link.
 """
 
 from __future__ import annotations
@@ -106,7 +106,9 @@ def _group_units(
     profile: ModelProfile, patterns: Sequence[str], times: StepTimes, condition: MeasuredCondition
 ) -> tuple[list[_Unit], _Unit]:
     """Divide a step between its units and the root, which has all other layers."""
-    layers = predict_layers(condition.layers, times.samples) if patterns else ()
+    # Without patterns the root is the whole model. The layers of some models can't be measured.
+    measured = condition.layers if patterns else ()
+    layers = predict_layers(measured, times.samples) if measured else ()
     for pattern in patterns:
         if not any(fnmatchcase(layer.name, pattern) for layer in layers):
             known = ", ".join(shorten_names([layer.name for layer in layers])) or "none"
