@@ -115,6 +115,8 @@ class Agreement:
         self._is_inside_call = False
         # Gives the step, and the numbers of optimizer steps in the last step and in this one.
         self._tally: Callable[[], list[int | None]] | None = None
+        # What goes with the next meeting, and the function that gets the notes of all ranks.
+        self._note: tuple[bytes, Callable[[list[bytes]], None]] | None = None
         self.lockstep = Lockstep()
 
     @property
@@ -241,6 +243,17 @@ class Agreement:
         """
         self._tally = tally
 
+    def send_note(self, note: bytes, receive: Callable[[list[bytes]], None]) -> None:
+        """Send a note to all ranks with the next meeting, so that it needs no meeting of its own.
+
+        Collective: all workers call this between the same two meetings.
+
+        Args:
+            note: Bytes for all ranks.
+            receive: Called in the next meeting with the note of every rank, in rank order.
+        """
+        self._note = note, receive
+
     def survive_losses_by(self, recovery: Recovery) -> None:
         """Survive losses from now on. `recovery` brings the remaining workers together."""
         self.recovery = recovery
@@ -294,6 +307,7 @@ class Agreement:
             Sightings(hosts, _global_ranks(group)),
         )
         self.highest = max(self.highest, *origins)
+        self._note = None  # the others may have met already, or not
 
     def meet(self, what: str, body: bytes = b"", *, where: str = "") -> list[bytes]:
         """Wait for all ranks to come to the call `what` of this step, and gather their `body`.
@@ -312,14 +326,17 @@ class Agreement:
         return self.attempt_call(lambda: self._meet(what, body, where))
 
     def _meet(self, what: str, body: bytes, where: str) -> list[bytes]:
+        (note, receive), self._note = self._note or (b"", None), None
         if self.group.size == 1:
+            if receive is not None:
+                receive([note])
             return [body]
         step = self._step()
         if what != "settled":  # the name of the call that is settled says more
             self.what = f"{what} of step {step}"
         try:
             tally = None if self._tally is None else self._tally()
-            answers = self.group.gather_bytes(msgpack.packb((what, step, where, body, tally)))
+            answers = self.group.gather_bytes(msgpack.packb((what, step, where, body, tally, note)))
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
                 self._sightings.describe_missing(self.group.rank, what, step, error.missing),
@@ -335,6 +352,8 @@ class Agreement:
         ):
             raise Mismatch(f"replicas part: {text}. {SKIPPED}")
         self._sightings.note_meeting(heads)
+        if receive is not None:
+            receive([head[5] for head in heads])
         return [head[3] for head in heads]
 
     def tell_everyone(self, what: str, make: Callable[[], bytes]) -> bytes:

@@ -79,7 +79,8 @@ class LinkWatch:
         self._sensor = ExchangeSensor()
         # Seconds of STEP_PARTS of the last steps of this worker.
         self._last: deque[list[float]] = deque(maxlen=2)
-        self._next: int | None = None  # the step after which all workers meet for a glance
+        self._next: int | None = None  # the step after which all workers send notes for a glance
+        self._notes: list[bytes] = []  # of all workers; empty until they have come
         # Steps, and bytes that this worker has sent between hosts, at the last two flushes.
         self._marks: deque[tuple[int, int]] = deque(maxlen=2)
         self._remark = ""
@@ -111,22 +112,33 @@ class LinkWatch:
     def step_ended(self, step: int, _samples: int, seconds: Mapping[str, float]) -> None:
         """Take in the seconds of a step of this worker, and glance at the last two if it is time.
 
-        Collective if it is time for a glance.
+        Collective. A worker knows only its own steps, so all send each other a note of their last
+        two. Notes go with the meeting of the next step, and are read when that step has ended.
         """
         self._last.append([seconds.get(part, 0.0) for part in STEP_PARTS])
-        if self._next is None or step < self._next:
-            return
+        if self._notes:
+            steps = [msgpack.unpackb(note) for note in self._notes]
+            self._notes = []
+            self._glance_at_steps(steps)
+        elif self._next is not None and step >= self._next:
+            self._axes.everyone.send_note(msgpack.packb([*self._last]), self._take_notes)
 
-        # Each worker knows only its own steps: all hand over their last two.
-        bodies = self._axes.everyone.meet("a glance at exchanges", msgpack.packb([*self._last]))
-        slowdown = self._sensor.glance_at_steps([msgpack.unpackb(body) for body in bodies])
-        if slowdown is not None:
-            self._sensor.note_examination(slowdown, found=self._examine_links(slowdown, sure=False))
+    def _take_notes(self, notes: list[bytes]) -> None:
+        self._notes = notes
+
+    def _glance_at_steps(self, steps: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Judge the last two steps of all workers, and measure links if both were very slow."""
+        # None if a flush has found exchanges slow meanwhile.
+        if self._sensor.steps_ahead is not None:
+            slowdown = self._sensor.glance_at_steps(steps)
+            if slowdown is not None:
+                found = self._examine_links(slowdown, sure=False)
+                self._sensor.note_examination(slowdown, found=found)
         self._plan_glance()
 
     def _plan_glance(self) -> None:
         """Plan the next glance, if workers meet in each step anyway."""
-        # In other runs, a glance would make fast workers wait for slow ones.
+        # In other runs notes would wait for a meeting that may be far away.
         sync = self._loop.backward.sync
         meets = (
             sync.exchanges_in_backward
