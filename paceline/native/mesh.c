@@ -2,9 +2,11 @@
 
    Callers write messages to the socket themselves, if nothing waits in front of them; the thread of
    the mesh writes the rest. Of the callers that wait for a change, one reads all sockets, the
-   leader, which so hears of its message without a switch between threads. In an eager mesh the
-   thread reads, too: nothing stays in the sockets, and senders are never held up. Then epoll tells
-   one of the two of an event (EPOLLONESHOT), which arms the link again afterwards.
+   leader, which so hears of its message without a switch between threads. When no caller waits, the
+   thread reads: always in an eager mesh, so nothing stays in the sockets and senders are never held
+   up; in others while messages are expected. The thread sleeps in the epoll of writers, which has
+   that of readers in it. Leaders silence it there for as long as they read, so that a message wakes
+   one thread only.
 
    Messages of the channel PL_SCHEDULES are for schedules (schedule.c). They wait in a list of their
    own. The thread that has read them, or sees that something was sent, advances the schedules.
@@ -49,7 +51,8 @@ enum {
   SMALLEST = 4 << 10,      /* bytes of the smallest block */
   PIECES = 64,             /* pieces of one call of sendmsg */
   TURN = 8 << 20,          /* bytes that one link may move before the others have their turn */
-  LOOKS = 20,              /* milliseconds between two looks whether a caller still reads */
+  SPIN = 300000,           /* nanoseconds for which a leader polls, if the last wait was shorter */
+  CROWDED = 50000,         /* nanoseconds of a yield if another thread has used the core meanwhile */
   CLASSES = 4 * 40,        /* sizes of blocks: four from each power of two to the next */
 };
 static _Thread_local int is_leader;
@@ -123,7 +126,9 @@ struct pl_mesh {
   pthread_t thread;
   int eager;
   int readers, bell; /* epoll of the leader, and the eventfd that wakes it */
-  int writers, kick; /* epoll of the thread (eager: that of `readers`), and what wakes it */
+  int writers, kick; /* epoll of the thread, and what wakes it */
+  int is_listening;  /* whether epoll tells the thread of bytes to read; guarded by `lock` */
+  int was_short;     /* whether the last wait of a leader was shorter than SPIN; for the leader */
   _Atomic int closing, n_ended; /* whether it closes; links that have ended */
   _Atomic int n_expected; /* messages: until they have come, the thread of a lazy mesh reads, too */
   _Atomic uint32_t changes;
@@ -206,7 +211,6 @@ static block *take_block(pl_mesh *mesh, int64_t nbytes) {
 static void close_descriptors(pl_mesh *mesh) {
   pthread_mutex_lock(&mesh->lock);
   int *descriptors[] = {&mesh->readers, &mesh->bell, &mesh->kick, &mesh->writers};
-  if (mesh->eager) mesh->writers = -1; /* the same as `readers` */
   for (int i = 0; i < 4; i++) {
     if (*descriptors[i] >= 0) close(*descriptors[i]);
     *descriptors[i] = -1;
@@ -305,19 +309,19 @@ static void end_link(pl_mesh *mesh, pl_link *each, int state) {
   drop_messages(mesh, each);
   pthread_mutex_unlock(&each->lock);
   epoll_ctl(mesh->readers, EPOLL_CTL_DEL, each->descriptor, NULL);
-  if (!mesh->eager) epoll_ctl(mesh->writers, EPOLL_CTL_DEL, each->descriptor, NULL);
+  epoll_ctl(mesh->writers, EPOLL_CTL_DEL, each->descriptor, NULL);
   pl_advance_schedules(mesh->schedules);
   announce(mesh);
 }
 
 /* ---- sending */
 
-/* Let epoll tell of the next event of a link. Called with its lock. */
+/* Let epoll tell when a link can be written to, if there is something to write. Called with its
+   lock. */
 static void arm(pl_mesh *mesh, pl_link *each) {
   each->wants_to_write = each->first != NULL;
-  struct epoll_event event = {
-      .events = EPOLLONESHOT | (mesh->eager ? EPOLLIN : 0) | (each->wants_to_write ? EPOLLOUT : 0),
-      .data.u64 = (uint64_t)each->number};
+  struct epoll_event event = {.events = EPOLLONESHOT | (each->wants_to_write ? EPOLLOUT : 0),
+                              .data.u64 = (uint64_t)each->number};
   epoll_ctl(mesh->writers, EPOLL_CTL_MOD, each->descriptor, &event);
 }
 
@@ -613,7 +617,7 @@ int pl_mesh_expect(pl_mesh *mesh, int64_t number, int64_t channel, int64_t key, 
   }
   int was_idle = !has_begun && atomic_fetch_add(&mesh->n_expected, 1) == 0;
   pthread_mutex_unlock(&each->lock);
-  if (was_idle && !mesh->eager) ring(mesh, &mesh->kick);
+  if (was_idle) pl_mesh_hand_over(mesh);
   if (has_begun) free(place);
   return !has_begun;
 }
@@ -638,40 +642,76 @@ static void serve_link(pl_mesh *mesh, pl_link *each, uint32_t events) {
   if (is_open(each) && events & (EPOLLIN | EPOLLHUP | EPOLLERR)) read_link(mesh, each);
   if (is_open(each) && events & EPOLLOUT) write_link(mesh, each);
   pthread_mutex_lock(&each->lock);
-  if (each->state == PL_LINK_OPEN && (mesh->eager || events & EPOLLOUT)) arm(mesh, each);
+  if (each->state == PL_LINK_OPEN && events & EPOLLOUT) arm(mesh, each);
   pthread_mutex_unlock(&each->lock);
   pthread_mutex_unlock(&each->reading);
 }
 
-/* Wait for events, at most `milliseconds` (-1: no limit), and serve the links that they tell of. */
-static void serve(pl_mesh *mesh, int epoll, int milliseconds) {
-  struct epoll_event events[16];
-  int count = epoll_wait(epoll, events, 16, milliseconds);
+/* Serve what epoll tells of. Returns whether there are bytes for the thread to read. */
+static int serve(pl_mesh *mesh, const struct epoll_event *events, int count) {
+  int is_readable = 0;
   for (int i = 0; i < count; i++) {
     uint64_t number = events[i].data.u64, rings;
-    if (number == BELL) {
-      /* It is for the leader. If the thread of an eager mesh hears it, epoll tells the leader, too,
-         as long as it rings. */
-      if (!is_leader && atomic_load(&mesh->has_leader)) sched_yield();
-      else if (read(mesh->bell, &rings, sizeof rings) < 0) continue;
-      else if (!is_leader && atomic_load(&mesh->has_leader)) ring(mesh, &mesh->bell);
-    } else if (number == KICK) {
-      /* While the mesh is closing, it goes on, so that every thread hears it. */
-      if (!atomic_load(&mesh->closing) && read(mesh->kick, &rings, sizeof rings) < 0) continue;
-    } else if (number != READABLE) { /* the thread looks into the sockets anyway */
+    if (number == BELL || number == KICK) {
+      if (read(number == BELL ? mesh->bell : mesh->kick, &rings, sizeof rings) < 0) continue;
+    } else if (number == READABLE) {
+      is_readable = 1;
+    } else {
       serve_link(mesh, get_link(mesh, (int64_t)number), events[i].events);
     }
   }
+  return is_readable;
 }
 
-/* Read the sockets for at most `milliseconds`, unless another caller does. Returns whether this one
-   did. Changes before this thread became the leader rang no bell for it: it stops if there are. */
+/* Wait for events of the sockets, at most `milliseconds`. A thread that sleeps takes tens of
+   microseconds to wake up, and finds cold caches. So the leader polls first, if its last wait was
+   short. It stops if the core is needed by others, which may be those that it waits for. Returns as
+   epoll_wait. */
+static int wait_for_events(pl_mesh *mesh, struct epoll_event *events, int room, int milliseconds) {
+  int64_t begun = pl_now(), now = begun;
+  int count = 0;
+  while (mesh->was_short && !count && now - begun < SPIN) {
+    int64_t before = now;
+    count = epoll_wait(mesh->readers, events, room, 0);
+    if (!count) sched_yield();
+    now = pl_now();
+    if (now - before > CROWDED) break;
+  }
+  if (!count) count = epoll_wait(mesh->readers, events, room, milliseconds);
+  mesh->was_short = count > 0 && pl_now() - begun < SPIN;
+  return count;
+}
+
+/* Whether the thread reads when no caller does. */
+static int needs_thread(pl_mesh *mesh) {
+  return mesh->eager || atomic_load(&mesh->n_expected) > 0;
+}
+
+/* Let epoll tell the thread once that there are bytes in some socket, or not tell it any more. */
+static void listen_to_readers(pl_mesh *mesh, int wanted) {
+  struct epoll_event event = {.events = wanted ? EPOLLIN | EPOLLONESHOT : EPOLLONESHOT,
+                              .data.u64 = READABLE};
+  pthread_mutex_lock(&mesh->lock);
+  if (mesh->is_listening != wanted && mesh->writers >= 0)
+    epoll_ctl(mesh->writers, EPOLL_CTL_MOD, mesh->readers, &event);
+  mesh->is_listening = wanted;
+  pthread_mutex_unlock(&mesh->lock);
+}
+
+/* Read the sockets for at most `milliseconds`, unless another thread does. Returns whether this one
+   did. Changes before this thread became the leader rang no bell for it: it stops if there are.
+   A caller has to call `pl_mesh_hand_over` when it doesn't read any more. */
 static int lead(pl_mesh *mesh, uint32_t seen, int milliseconds) {
   int nobody = 0;
   if (!atomic_compare_exchange_strong(&mesh->has_leader, &nobody, 1)) return 0;
   is_leader = 1;
-  if (atomic_load(&mesh->changes) == seen && !atomic_load(&mesh->closing))
-    serve(mesh, mesh->readers, milliseconds);
+  if (atomic_load(&mesh->changes) == seen && !atomic_load(&mesh->closing)) {
+    struct epoll_event events[16];
+    if (milliseconds) listen_to_readers(mesh, 0);
+    int count = milliseconds ? wait_for_events(mesh, events, 16, milliseconds)
+                             : epoll_wait(mesh->readers, events, 16, 0);
+    serve(mesh, events, count);
+  }
   is_leader = 0;
   atomic_store(&mesh->has_leader, 0);
   /* A caller that sleeps as there was a leader takes its place. */
@@ -682,23 +722,26 @@ static int lead(pl_mesh *mesh, uint32_t seen, int milliseconds) {
   return 1;
 }
 
-/* Let epoll tell the thread once that there are bytes in some socket. */
-static void listen_to_readers(pl_mesh *mesh) {
-  struct epoll_event event = {.events = EPOLLIN | EPOLLONESHOT, .data.u64 = READABLE};
-  epoll_ctl(mesh->writers, EPOLL_CTL_MOD, mesh->readers, &event);
+/* Let the thread read from now on, if it is needed, and no caller reads. Order: a leader leaves
+   (store `has_leader`) before it looks whether the thread is needed (load `n_expected`). Who needs
+   the thread raises `n_expected` before it looks for a leader. So one of the two sees the other. */
+void pl_mesh_hand_over(pl_mesh *mesh) {
+  if (needs_thread(mesh) && !atomic_load(&mesh->has_leader)) listen_to_readers(mesh, 1);
 }
 
-/* The thread of the mesh. In a lazy mesh it reads sockets only while messages are expected, and no
-   caller reads them: so they come while callers compute. A caller that has waited hands over to it;
-   after a short look of a caller the thread finds out by itself. */
+/* The thread of the mesh. It writes what callers could not write at once. If it is needed, it also
+   reads while no caller does, so messages come while callers compute. If a caller has become the
+   leader meanwhile, that one hands over to it. */
 static void *run(void *argument) {
   pl_mesh *mesh = argument;
+  struct epoll_event events[16];
   while (!atomic_load(&mesh->closing)) {
-    int reads = !mesh->eager && atomic_load(&mesh->n_expected) > 0;
-    int is_alone = reads && !atomic_load(&mesh->has_leader);
-    if (is_alone) listen_to_readers(mesh);
-    serve(mesh, mesh->writers, reads && !is_alone ? LOOKS : -1);
-    if (reads) lead(mesh, atomic_load(&mesh->changes), 0);
+    pl_mesh_hand_over(mesh);
+    if (!serve(mesh, events, epoll_wait(mesh->writers, events, 16, -1))) continue;
+    pthread_mutex_lock(&mesh->lock);
+    mesh->is_listening = 0; /* epoll has told it once */
+    pthread_mutex_unlock(&mesh->lock);
+    if (needs_thread(mesh)) lead(mesh, atomic_load(&mesh->changes), 0);
   }
   return NULL;
 }
@@ -731,15 +774,14 @@ int pl_mesh_take_for_schedule(pl_mesh *mesh, int64_t link, int64_t key, pl_arriv
 /* Count schedules that need messages although no caller waits: until they have ended, the thread of
    a lazy mesh reads, too. */
 void pl_mesh_count_reading(pl_mesh *mesh, int change) {
-  int was_idle = atomic_fetch_add(&mesh->n_expected, change) == 0;
-  if (was_idle && !mesh->eager) ring(mesh, &mesh->kick);
+  if (atomic_fetch_add(&mesh->n_expected, change) == 0) pl_mesh_hand_over(mesh);
 }
 
 pl_schedules *pl_mesh_schedules(pl_mesh *mesh) { return mesh->schedules; }
 
 /* Read what lies in the sockets, unless another caller does. */
 void pl_mesh_look(pl_mesh *mesh) {
-  if (!mesh->eager) lead(mesh, atomic_load(&mesh->changes), 0);
+  if (!mesh->eager && lead(mesh, atomic_load(&mesh->changes), 0)) pl_mesh_hand_over(mesh);
 }
 
 /* Take the oldest message that has come over any link. Returns whether there was one. */
@@ -761,12 +803,6 @@ uint32_t pl_mesh_changes(pl_mesh *mesh) { return atomic_load(&mesh->changes); }
 
 /* Make waits for a change return. */
 void pl_mesh_wake(pl_mesh *mesh) { announce(mesh); }
-
-/* Let the thread read from now on, if messages are expected, and no other caller reads. */
-void pl_mesh_hand_over(pl_mesh *mesh) {
-  if (!mesh->eager && atomic_load(&mesh->n_expected) > 0 && !atomic_load(&mesh->has_leader))
-    ring(mesh, &mesh->kick);
-}
 
 /* As `pl_mesh_wait_change`, for a caller that waits again, or calls `pl_mesh_hand_over`. */
 int pl_mesh_wait_on(pl_mesh *mesh, uint32_t seen, int64_t nanoseconds) {
@@ -809,7 +845,7 @@ pl_mesh *pl_mesh_open(int eager) {
   mesh->schedules = pl_open_schedules(mesh);
   pthread_mutex_init(&mesh->lock, NULL);
   mesh->readers = epoll_create1(EPOLL_CLOEXEC);
-  mesh->writers = eager ? mesh->readers : epoll_create1(EPOLL_CLOEXEC);
+  mesh->writers = epoll_create1(EPOLL_CLOEXEC);
   mesh->bell = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   mesh->kick = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   /* Signals are for the threads of Python. */
@@ -819,7 +855,7 @@ pl_mesh *pl_mesh_open(int eager) {
   int failed = !mesh->schedules || mesh->readers < 0 || mesh->writers < 0 || mesh->bell < 0 || mesh->kick < 0 ||
                add_descriptor(mesh->readers, mesh->bell, EPOLLIN, BELL) ||
                add_descriptor(mesh->writers, mesh->kick, EPOLLIN, KICK) ||
-               (!eager && add_descriptor(mesh->writers, mesh->readers, EPOLLONESHOT, READABLE)) ||
+               add_descriptor(mesh->writers, mesh->readers, EPOLLONESHOT, READABLE) ||
                pthread_create(&mesh->thread, NULL, run, mesh);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   if (!failed) return mesh;
@@ -849,12 +885,8 @@ int64_t pl_mesh_add(pl_mesh *mesh, int descriptor, int64_t largest) {
     mesh->links[number] = each;
   }
   uint64_t tag = (uint64_t)number;
-  if (mesh->eager)
-    failed = failed || !links ||
-             add_descriptor(mesh->readers, descriptor, EPOLLIN | EPOLLONESHOT, tag);
-  else
-    failed = failed || !links || add_descriptor(mesh->writers, descriptor, EPOLLONESHOT, tag) ||
-             add_descriptor(mesh->readers, descriptor, EPOLLIN, tag);
+  failed = failed || !links || add_descriptor(mesh->writers, descriptor, EPOLLONESHOT, tag) ||
+           add_descriptor(mesh->readers, descriptor, EPOLLIN, tag);
   if (!failed) mesh->n_links++;
   else epoll_ctl(mesh->writers, EPOLL_CTL_DEL, descriptor, NULL);
   pthread_mutex_unlock(&mesh->lock);

@@ -1,7 +1,8 @@
 /* Framed messages between processes, over connected sockets, moved by a thread of C.
 
    A link is one socket. Messages of a link arrive in the order in which they were sent. An eager
-   mesh reads them whether a caller waits for them or not, so a sender is never held up.
+   mesh reads them whether a caller waits for them or not, so a sender is never held up. Others read
+   when a caller waits, or while messages are expected.
 
    frame   magic, version (4 bytes each), bytes of the message, channel, key (8 each), zeros
            |<------------------------------- 64 bytes ------------------------------------>|

@@ -3,6 +3,7 @@
 #include "driver.h"
 
 #include <errno.h>
+#include <stdatomic.h>
 #include <sys/socket.h>
 
 #include "mesh.h"
@@ -149,6 +150,66 @@ static void expect_messages(void) {
   pl_mesh_free(right);
 }
 
+/* Wait in short turns, and look, until told to stop. */
+static _Atomic int is_reading, n_received;
+
+static void *read_for_a_while(void *seed) {
+  for (uint64_t i = 0; atomic_load(&is_reading); i++) {
+    uint64_t number = mix(53, (uint64_t)(uintptr_t)seed, i);
+    uint32_t seen = pl_mesh_changes(right);
+    pl_arrival arrival;
+    if (number % 3) {
+      pl_mesh_wait_change(right, seen, (int64_t)(number % 200000));
+    } else if (pl_mesh_take(right, &arrival)) {
+      pl_mesh_give_back(arrival.address);
+      atomic_fetch_add(&n_received, 1);
+    }
+  }
+  return NULL;
+}
+
+/* Callers read for a while, and stop at any moment. Then the thread has to read: else a sender is
+   held up for ever, as its message is larger than the buffers of the sockets. */
+static void stop_reading(void) {
+  enum { TURNS = 300, READERS = 2 };
+  connect_links(1);
+  atomic_store(&n_received, 0);
+  char *message = allocate(LARGEST), *place = allocate(LARGEST);
+  memset(message, 1, LARGEST);
+  pl_piece piece = {message, LARGEST};
+  for (int64_t turn = 0; turn < TURNS; turn++) {
+    pthread_t readers[READERS];
+    uint64_t number = mix(54, (uint64_t)turn, 0);
+    if (number % 2) pl_mesh_expect(right, 0, 7, 0, place, LARGEST);
+    atomic_store(&is_reading, 1);
+    for (int64_t i = 0; i < READERS; i++) {
+      void *seed = (void *)(uintptr_t)(READERS * turn + i);
+      CHECK(pthread_create(&readers[i], NULL, read_for_a_while, seed) == 0);
+    }
+    sleep_ns((int64_t)(number / 2 % 300000));
+    if (number % 2 == 0) pl_mesh_expect(right, 0, 7, 0, place, LARGEST);
+    if (number % 3) pl_mesh_send(left, 0, 7, 0, &piece, 1, number % 5 ? LARGEST : 0, 0);
+    atomic_store(&is_reading, 0);
+    if (number % 3 == 0) pl_mesh_send(left, 0, 7, 0, &piece, 1, LARGEST, 0);
+    for (int64_t i = 0; i < READERS; i++) pthread_join(readers[i], NULL);
+    wait_until_sent(left, 0, turn + 1);
+    while (atomic_load(&n_received) <= turn) {
+      pl_arrival arrival;
+      if (!pl_mesh_take(right, &arrival)) {
+        sleep_ns(MILLISECOND / 10);
+        continue;
+      }
+      CHECK(arrival.nbytes == LARGEST);
+      pl_mesh_give_back(arrival.address);
+      atomic_fetch_add(&n_received, 1);
+    }
+  }
+  free(message);
+  free(place);
+  pl_mesh_free(left);
+  pl_mesh_free(right);
+}
+
 static void wait_for_end(pl_mesh *mesh, int64_t link) {
   for (;;) {
     uint32_t seen = pl_mesh_changes(mesh);
@@ -246,6 +307,7 @@ int main(void) {
     memset(next_message, 0, sizeof next_message);
     exchange_messages();
     expect_messages();
+    stop_reading();
     end_in_good_order();
     close_while_sending();
     read_wrong_frames();

@@ -57,9 +57,9 @@ class SocketMesh:
     `wait_for_change` with the number if the message is not there.
 
     Args:
-        eager: Whether the thread of C reads messages before a thread of Python waits for one. If
-            not, only threads that wait read: small messages cost less, but a sender is held up if
-            no thread takes its messages.
+        eager: Whether the thread of C reads messages while no thread of Python waits for one. If
+            not, only threads that wait read, and it needn't wake up: but a sender is held up if no
+            thread takes its messages.
     """
 
     def __init__(self, *, eager: bool) -> None:
