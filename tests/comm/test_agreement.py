@@ -197,6 +197,32 @@ def test_inside_a_call_of_all_it_is_that_call_which_is_begun_anew() -> None:
     )
 
 
+def test_notes_go_with_the_next_meeting_and_with_no_other() -> None:
+    def body(group: ThreadGroup) -> Any:
+        one, found = Agreement(group), list[list[bytes]]()
+        one.meet("before")
+        one.send_note(b"%d" % group.rank, found.append)
+        assert not found  # nothing is sent before the meeting
+        met = one.meet("with notes", b"body")
+        one.meet("after")
+        return met, found, one.calls
+
+    notes = [[b"0", b"1", b"2"]]
+    assert spawn(3, body) == [([b"body"] * 3, notes, 3)] * 3
+    assert spawn(1, body) == [([b"body"], [[b"0"]], 3)]
+
+
+def test_a_note_is_not_sent_to_other_workers_than_those_it_was_for() -> None:
+    def body(group: ThreadGroup) -> Any:
+        one, found = Agreement(group), list[list[bytes]]()
+        one.send_note(b"note", found.append)
+        one.regroup(group, (), (0, 1))
+        one.meet("in the new group")
+        return found
+
+    assert spawn(2, body) == [[], []]
+
+
 def test_a_slice_meets_by_itself_and_is_told_what_the_first_of_all_tells() -> None:
     def body(group: ThreadGroup) -> Any:
         everyone = Agreement(group)

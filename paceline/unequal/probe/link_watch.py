@@ -117,24 +117,20 @@ class LinkWatch:
         """
         self._last.append([seconds.get(part, 0.0) for part in STEP_PARTS])
         if self._notes:
-            steps = [msgpack.unpackb(note) for note in self._notes]
-            self._notes = []
-            self._glance_at_steps(steps)
+            self._glance_at_steps([msgpack.unpackb(note) for note in self._notes])
+            self._notes.clear()
+            self._plan_glance()
         elif self._next is not None and step >= self._next:
-            self._axes.everyone.send_note(msgpack.packb([*self._last]), self._take_notes)
-
-    def _take_notes(self, notes: list[bytes]) -> None:
-        self._notes = notes
+            self._axes.everyone.send_note(msgpack.packb([*self._last]), self._notes.extend)
 
     def _glance_at_steps(self, steps: Sequence[Sequence[Sequence[float]]]) -> None:
         """Judge the last two steps of all workers, and measure links if both were very slow."""
-        # None if a flush has found exchanges slow meanwhile.
-        if self._sensor.steps_ahead is not None:
-            slowdown = self._sensor.glance_at_steps(steps)
-            if slowdown is not None:
-                found = self._examine_links(slowdown, sure=False)
-                self._sensor.note_examination(slowdown, found=found)
-        self._plan_glance()
+        if self._sensor.steps_ahead is None:  # a flush has found exchanges slow meanwhile
+            return
+        slowdown = self._sensor.glance_at_steps(steps)
+        if slowdown is not None:
+            found = self._examine_links(slowdown, sure=False)
+            self._sensor.note_examination(slowdown, found=found)
 
     def _plan_glance(self) -> None:
         """Plan the next glance, if workers meet in each step anyway."""
