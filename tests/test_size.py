@@ -73,7 +73,7 @@ BUDGET: dict[str, int] = {
     "state": 870,
     "status": 260,
     "sync": 4060,
-    "unequal": 2410,
+    "unequal": 2420,
     "workers": 400,
 }
 
