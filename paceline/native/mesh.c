@@ -5,8 +5,8 @@
    leader, which so hears of its message without a switch between threads. When no caller waits, the
    thread reads: always in an eager mesh, so nothing stays in the sockets and senders are never held
    up; in others while messages are expected. The thread sleeps in the epoll of writers, which has
-   that of readers in it. Leaders silence it there for as long as they read, so that a message wakes
-   one thread only.
+   the epoll of readers in it. A leader takes the readers out of it while it reads, so that a message
+   wakes one thread only.
 
    Messages of the channel PL_SCHEDULES are for schedules (schedule.c). They wait in a list of their
    own. The thread that has read them, or sees that something was sent, advances the schedules.
@@ -722,9 +722,10 @@ static int lead(pl_mesh *mesh, uint32_t seen, int milliseconds) {
   return 1;
 }
 
-/* Let the thread read from now on, if it is needed, and no caller reads. Order: a leader leaves
-   (store `has_leader`) before it looks whether the thread is needed (load `n_expected`). Who needs
-   the thread raises `n_expected` before it looks for a leader. So one of the two sees the other. */
+/* Let the thread read from now on, if it is needed, and no caller reads. Order (seq_cst): a leader
+   leaves (store `has_leader`) before it looks whether the thread is needed (load `n_expected`). A
+   caller that needs the thread raises `n_expected` before it looks for a leader. So at least one of
+   the two sees what the other has stored, and hands over. */
 void pl_mesh_hand_over(pl_mesh *mesh) {
   if (needs_thread(mesh) && !atomic_load(&mesh->has_leader)) listen_to_readers(mesh, 1);
 }
