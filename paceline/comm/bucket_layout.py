@@ -6,11 +6,15 @@ bucket 0 (small, so that the first exchange starts early)  | bucket 1           
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from paceline.comm.shm.shared_reductions import DTYPES
+from paceline.native.functions import load_functions
 
 ALIGN = 64  # bytes: each parameter starts on a cache line
 
@@ -142,22 +146,6 @@ def build_buckets(
     return buckets
 
 
-def find_small_stretches(bucket: Bucket, below: int) -> list[slice]:
-    """Find the stretches of a bucket where members of fewer than `below` elements lie side by side.
-
-    Gaps behind the members are included.
-    """
-    begin, merged = bucket.flat.storage_offset(), list[slice]()
-    starts = [*(view.storage_offset() - begin for view in bucket.views), bucket.flat.numel()]
-    for view, start, stop in zip(bucket.views, starts, starts[1:], strict=False):
-        if view.numel() >= below:
-            continue
-        if merged and merged[-1].stop == start:
-            start = merged.pop().start
-        merged.append(slice(start, stop))
-    return merged
-
-
 def put_scaled(view: Tensor, x: Tensor, scale: float) -> None:
     """Write `x * scale` to its place in a bucket. A scale of 0 gives zeros, even for nan."""
     if scale == 0.0:
@@ -166,6 +154,26 @@ def put_scaled(view: Tensor, x: Tensor, scale: float) -> None:
         view.copy_(x)
     else:
         torch.mul(x, scale, out=view)
+
+
+def put_all_scaled(views: Sequence[Tensor], xs: Sequence[Tensor], scale: float) -> bool:
+    """Write each `x * scale` to its place in a bucket, as `put_scaled` does, by one call of C.
+
+    Returns False, and writes nothing, unless all are dense float32 or float64 tensors in the CPU's
+    memory, in the order of their elements.
+    """
+    dtype = views[0].dtype
+    if not views[0].is_cpu or dtype not in {torch.float32, torch.float64}:
+        return False
+    copies = array("q")  # of C's structure `pl_scaled_copy`
+    for view, x in zip(views, xs, strict=True):
+        count = view.numel()
+        plain = type(x) is Tensor and x.dtype is dtype and x.numel() == count and not x.is_neg()
+        if not (plain and x.is_contiguous() and view.is_contiguous()):
+            return False
+        copies.extend((view.data_ptr(), x.data_ptr(), count))
+    load_functions().copy_scaled(copies.buffer_info()[0], len(views), DTYPES[dtype], scale)
+    return True
 
 
 def scale_in_place(grad: Tensor, scale: float) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import c_float, c_int, c_int64, c_uint32, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_uint32, c_void_p
 from functools import lru_cache
 from typing import Any
 
@@ -32,6 +32,7 @@ _LONG: _Signatures = {
     ),
     "begin_messages": (None, [c_void_p, c_void_p, c_void_p, c_int64]),
     "reduce": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int64, c_int, c_int]),
+    "copy_scaled": (c_int, [c_void_p, c_int64, c_int, c_double]),
     "futex_wait": (None, [c_void_p, c_uint32, c_int64]),
     "encode": (c_int, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p]),
     "decode": (c_int, [c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p]),

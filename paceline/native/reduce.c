@@ -122,3 +122,24 @@ int pl_reduce(void *const *outs, int n_outs, const void *const *parts, int n_par
 #endif
   return reduce_portable(outs, n_outs, parts, n_parts, count, dtype, op);
 }
+
+#define COPY_SCALED(T)                                                                            \
+  for (int64_t i = 0; i < n_copies; i++) {                                                        \
+    T *to = (T *)copies[i].to;                                                                    \
+    const T *from = (const T *)copies[i].from, by = (T)factor;                                    \
+    if (factor == 0)                                                                              \
+      memset(to, 0, (size_t)copies[i].count * sizeof(T));                                         \
+    else                                                                                          \
+      VECTORIZE for (int64_t j = 0; j < copies[i].count; j++) to[j] = from[j] * by;               \
+  }
+
+int pl_copy_scaled(const pl_scaled_copy *copies, int64_t n_copies, int dtype, double factor) {
+  if (dtype == PL_F32) {
+    COPY_SCALED(float)
+  } else if (dtype == PL_F64) {
+    COPY_SCALED(double)
+  } else {
+    return -1;
+  }
+  return 0;
+}

@@ -35,6 +35,22 @@ enum pl_op { PL_SUM = 0, PL_MEAN, PL_PRODUCT, PL_MIN, PL_MAX };
 PL_EXPORT int pl_reduce(void *const *outs, int n_outs, const void *const *parts, int n_parts,
                         int64_t count, int dtype, int op);
 
+/* One tensor to copy: `count` elements. */
+typedef struct pl_scaled_copy {
+  void *to;
+  const void *from;
+  int64_t count;
+} pl_scaled_copy;
+
+/* Copy tensors, times a factor that is first rounded to their dtype, as torch does. A factor of 0
+   gives zeros, even for nan. `to` and `from` don't overlap.
+
+   dtype: PL_F32 or PL_F64.
+
+   Returns 0, or -1 for another dtype; nothing is written then. */
+PL_EXPORT int pl_copy_scaled(const pl_scaled_copy *copies, int64_t n_copies, int dtype,
+                             double factor);
+
 /* Copy `nbytes` bytes. The ranges don't overlap, or are the same. */
 static inline void pl_copy(void *to, const void *from, int64_t nbytes) {
   if (to != from && nbytes > 0) memcpy(to, from, (size_t)nbytes);

@@ -22,7 +22,7 @@ from paceline.comm.bucket_layout import (
     BucketShape,
     build_buckets,
     cut_runs,
-    find_small_stretches,
+    put_all_scaled,
     put_scaled,
 )
 from paceline.comm.group_protocol import Work
@@ -80,8 +80,6 @@ class GradientBuckets:
         self.next = 0
         self.writing = False
         self.patient: set[int] = set()
-        # of each bucket: how many small members it has, and where they lie
-        self._small_members: list[tuple[int, list[slice]]] = []
         self._begun: list[int] = []  # when each bucket left, nanoseconds
         self._memory: BucketMemory | None = None
 
@@ -111,13 +109,6 @@ class GradientBuckets:
         ]
         runs = cut_runs(shapes, dense, limit, int(min(FIRST_MB * 1e6, limit)))
         self.layout = build_buckets(shapes, runs, self._allocate)
-        self._small_members = [
-            (
-                sum(view.numel() < LARGE for view in bucket.views),
-                find_small_stretches(bucket, LARGE),
-            )
-            for bucket in self.layout
-        ]
         self.home = [None] * len(slots)
         self.patient.clear()
         parameters = [slot.parameter for slot in slots]
@@ -212,24 +203,21 @@ class GradientBuckets:
             self.works[index] = self._reducer.all_reduce(flat, name, soon=last)
 
     def fill_bucket(self, index: int) -> None:
-        """Copy the small gradients of a bucket, times their scales, in few calls of torch."""
+        """Copy the small gradients of a bucket, times their scales, in few calls."""
         # Three lists, as it takes long to take a thousand tuples apart.
         views, gradients, scales = small = self.small[index]
         if not views:
             return
-        torch._foreach_copy_(views, gradients)
-        if scales.count(scales[0]) != len(scales):
-            # passes of different weights: one by one
+        alike = scales.count(scales[0]) == len(scales)
+        if not alike:  # passes of different weights
             for view, gradient, scale in zip(*small, strict=True):
                 put_scaled(view, gradient, scale)
-        elif scales[0] == 0.0:
-            torch._foreach_zero_(views)
-        elif scales[0] != 1.0 and len(views) == self._small_members[index][0]:
-            # all small members have come: whole stretches of the bucket at once
-            for stretch in self._small_members[index][1]:
-                self.layout[index].flat[stretch].mul_(scales[0])
-        elif scales[0] != 1.0:
-            torch._foreach_mul_(views, scales[0])
+        elif not put_all_scaled(views, gradients, scales[0]):
+            torch._foreach_copy_(views, gradients)
+            if scales[0] == 0.0:
+                torch._foreach_zero_(views)
+            elif scales[0] != 1.0:
+                torch._foreach_mul_(views, scales[0])
         small.clear()
 
     def add_again(self, slot: int, value: Tensor) -> bool:

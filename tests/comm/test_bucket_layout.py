@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,7 +12,8 @@ from paceline.comm.bucket_layout import (
     BucketShape,
     build_buckets,
     cut_runs,
-    find_small_stretches,
+    put_all_scaled,
+    put_scaled,
 )
 
 FLOAT, HALF = torch.float32, torch.float16
@@ -109,12 +111,36 @@ def test_views_lie_right_in_a_flat_tensor_that_does_not_begin_its_memory() -> No
     )
 
 
-def test_small_members_lie_in_stretches() -> None:
-    shapes = [shape(n) for n in (3, 40, 5, 6, 100, 2)]  # rooms of 16, 48, 16, 16, 112 and 16
-    (bucket,) = made(shapes, [list(range(6))])
-    assert find_small_stretches(bucket, 40) == [slice(0, 16), slice(64, 96), slice(208, 224)]
-    assert find_small_stretches(bucket, 41) == [slice(0, 96), slice(208, 224)]
-    assert (
-        find_small_stretches(bucket, 1000) == [slice(0, 224)]
-        and find_small_stretches(bucket, 1) == []
-    )
+@pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 3, 0.0, 1e-50])
+@pytest.mark.parametrize("dtype", [FLOAT, torch.float64])
+def test_many_tensors_are_scaled_into_their_places(dtype: torch.dtype, scale: float) -> None:
+    xs = [torch.randn(n, dtype=dtype) for n in (1, 7, 64, 1000)] + [torch.randn(3, 5, dtype=dtype)]
+    if scale == 0.0:
+        xs[1][3] = float("nan")
+    (bucket,) = made([shape(x.numel(), dtype) for x in xs], [list(range(len(xs)))])
+    views = [view.view(x.shape) for view, x in zip(bucket.views, xs, strict=True)]
+    expected = bucket.flat.clone()
+    for view, x in zip(bucket.views, xs, strict=True):
+        start = view.storage_offset() - bucket.flat.storage_offset()
+        put_scaled(expected[start : start + x.numel()], x.reshape(-1), scale)
+    assert put_all_scaled(views, xs, scale)
+    assert torch.equal(bucket.flat, expected)  # to the bit, and gaps are left alone
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(4, dtype=torch.float64),
+        torch.ones(5),
+        torch.ones(8)[::2],
+        torch.ones(4, dtype=torch.complex64).conj().imag,  # with a sign that is pending
+        nn.Parameter(torch.ones(4)),
+    ],
+    ids=["dtype", "length", "strides", "sign", "subclass"],
+)
+def test_other_tensors_are_left_to_torch(x: torch.Tensor) -> None:
+    views = [torch.full((4,), 7.0), torch.full((4,), 7.0)]
+    assert not put_all_scaled(views, [torch.ones(4), x], 0.5)
+    assert all(view.eq(7).all() for view in views)
+    assert not put_all_scaled([torch.zeros(4).half()], [torch.ones(4).half()], 0.5)
+    assert not put_all_scaled([torch.zeros(4, 4).t()], [torch.ones(4, 4)], 0.5)
