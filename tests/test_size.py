@@ -54,7 +54,7 @@ BUDGET: dict[str, int] = {
     "checkpoint": 2520,
     "cluster": 7480,
     "codec": 880,
-    "comm": 9280,
+    "comm": 9290,
     "commands": 540,
     "data": 3290,
     "elastic": 2000,
