@@ -168,8 +168,9 @@ def put_all_scaled(views: Sequence[Tensor], xs: Sequence[Tensor], scale: float) 
     copies = array("q")  # of C's structure `pl_scaled_copy`
     for view, x in zip(views, xs, strict=True):
         count = view.numel()
-        plain = type(x) is Tensor and x.dtype is dtype and x.numel() == count and not x.is_neg()
-        if not (plain and x.is_contiguous() and view.is_contiguous()):
+        # The script may have changed or moved the parameter: C would write anywhere.
+        alike = type(x) is Tensor and x.is_cpu and x.dtype is dtype and x.numel() == count
+        if not (alike and x.is_contiguous() and view.is_contiguous()) or x.is_neg():
             return False
         copies.extend((view.data_ptr(), x.data_ptr(), count))
     load_functions().copy_scaled(copies.buffer_info()[0], len(views), DTYPES[dtype], scale)

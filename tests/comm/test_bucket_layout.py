@@ -135,8 +135,9 @@ def test_many_tensors_are_scaled_into_their_places(dtype: torch.dtype, scale: fl
         torch.ones(8)[::2],
         torch.ones(4, dtype=torch.complex64).conj().imag,  # with a sign that is pending
         nn.Parameter(torch.ones(4)),
+        torch.ones(4, device="meta"),
     ],
-    ids=["dtype", "length", "strides", "sign", "subclass"],
+    ids=["dtype", "length", "strides", "sign", "subclass", "device"],
 )
 def test_other_tensors_are_left_to_torch(x: torch.Tensor) -> None:
     views = [torch.full((4,), 7.0), torch.full((4,), 7.0)]
